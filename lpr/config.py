@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from reprlib import repr as shortened
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -64,6 +64,8 @@ def validate(config: Any) -> None:
         name = place.split("[")[0]
         is_auto = "| str" in reason or "enum" in reason
         wanted = 'a whole number or "auto"' if is_auto else reason.removeprefix("Expected ")
+        if get_origin(choices := get_type_hints(kind).get(name)) is Literal:
+            wanted = " or ".join(get_args(choices))
         raise InputError(f"{name}={shortened(values[name])} must be {wanted}") from None
     vars(config).update(msgspec.structs.asdict(found))
 
@@ -103,6 +105,9 @@ class DecodeConfig:
     """Longest branch of a draft, in tokens below the root; a long copied passage is one long branch."""
     num_candidates: Annotated[int, Meta(ge=0, le=64)] = 8
     """k: most likely next tokens kept per evaluated node, recycled as drafts. 0 switches recycling off."""
+    draft_heads: Literal["auto", "off"] = "auto"
+    """Draft also from the multi-token-prediction head of a checkpoint that has one. auto: where it has one that lpr
+    knows, and trie drafts are on; not with --tp."""
     trie_capacity: Count = 1_000_000
     """Tokens that the trie shared between requests remembers; the oldest outputs are forgotten first."""
     max_batch_size: Count = 8
@@ -211,6 +216,8 @@ class TreeSizes:
     """Deepest draft."""
     num_candidates: int = DecodeConfig.num_candidates
     """k."""
+    num_guesses: int = 0
+    """Most guesses of the model's prediction head for a draft; 0: no head runs."""
     trie_capacity: int = DecodeConfig.trie_capacity
     """Tokens that a trie remembers."""
 

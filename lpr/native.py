@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lpr.core import constants, wire
+from lpr.core import constants, heads, wire
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
@@ -31,7 +31,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 def numbers() -> dict[str, Any]:
     """The numbers of the specification by lower-case name, which the extension takes over."""
-    named = {**vars(wire), **vars(constants)}
+    named = {**vars(heads), **vars(wire), **vars(constants)}
     return {name.lower(): value for name, value in named.items() if name.isupper() and not name.startswith("_")}
 
 
@@ -93,6 +93,10 @@ rms_norm: Callable[..., None] | None = getattr(_extension, "rms_norm", None)
 rotate: Callable[..., None] | None = getattr(_extension, "rotate", None)
 gate: Callable[..., None] | None = getattr(_extension, "gate", None)
 """Parts of a decoder layer on a CPU (lpr.model.cpu.elementwise); without the extension the model's modules do them."""
+
+can_tile: Callable[[bool], bool] | None = getattr(_extension, "can_tile", None)
+multiply_tiles: Callable[..., None] | None = getattr(_extension, "multiply_tiles", None)
+"""Matrix products of a few rows (lpr.model.cpu.tiles), on x86-64; elsewhere oneDNN multiplies."""
 
 if _extension is not None:
     globals().update({name: getattr(_extension, name) for name in __all__ if name not in ("is_native", "missing")})

@@ -8,6 +8,7 @@
 #include "budget.h"
 #include "calibration.h"
 #include "evaluated.h"
+#include "heads.h"
 #include "pool.h"
 #include "recycle.h"
 #include "suffix_index.h"
@@ -22,12 +23,13 @@ struct Place {
   const Tokens* ngram;
   int64_t index;  // into the text; a candidate's token
   uint8_t source;
+  int from = 0;  // of a candidate: the offset at which it is read
 
   // The token `offset` places on; negative where the text has ended.
   int32_t token(int offset) const {
     if (suffixes) return index + offset < suffixes->size() ? suffixes->token(index + offset) : -1;
     if (ngram) return index + offset < static_cast<int64_t>(ngram->size()) ? (*ngram)[index + offset] : -1;
-    return offset == 0 ? static_cast<int32_t>(index) : -1;
+    return offset == from ? static_cast<int32_t>(index) : -1;
   }
 };
 
@@ -40,6 +42,7 @@ class Drafter {
   const std::optional<uint64_t> seed;  // of a request that samples
   Calibration calibration;
   NGramPool pool;
+  HeadDraft head;  // the guesses of the model's head for the next draft
 
   Drafter(int64_t trie_nodes, int64_t branch_length, int64_t trie_capacity, int64_t guess_set_size, int64_t ngram_size,
           std::shared_ptr<SuffixIndex> shared, std::shared_ptr<CandidateTable> table, std::optional<uint64_t> seed,

@@ -20,6 +20,7 @@ class Search {
     tried_tokens_.clear();
     for (Trials& each : trials_) each.is_begun = false;
     alignments_.clear();
+    guesses_.assign(1, 0);
     noise_.begin(drafter.seed, drafter.num_observed_);
     expand(0, 1.0, {}, 0, 0, kNothing);
     while (!heap_.empty()) {
@@ -62,6 +63,7 @@ class Search {
 
  private:
   static constexpr int kNothing = -1;  // no token was tried
+  static constexpr int kUnknown = -2;
   enum Kind : uint8_t { kChild, kEscape, kRecentToken };
 
   struct Rank {
@@ -129,6 +131,8 @@ class Search {
 
   void expand(int node, double probability, Span evidence, int offset, int order, int tried) {
     bool has_held = order == 0 && tried == kNothing && tree_->first_child[node] >= 0;
+    bool is_first = order == 0 && tried == kNothing;
+    if (is_first && evidence.count) evidence = with_guesses(evidence, node, offset);
     int stage = 0;
     double total;
     while (true) {
@@ -139,7 +143,7 @@ class Search {
         try_recent(node, probability, probability, 0, tried);
         return;
       }
-      evidence = ask(order, node);
+      evidence = ask(order, node, is_first && order == 0);
       offset = 0;
       stage = order++;
     }
@@ -158,12 +162,13 @@ class Search {
     row_tokens_.clear();
     row_of_.clear();
     double total = 0.0;
+    guessed_total_ = 0.0;
     for (uint32_t i = 0; i < evidence.count; i++) {
       const Place& place = places_[evidence.begin + i];
       int32_t token = place.token(offset);
       int row = kNothing;
       if (token >= 0) {
-        total += place.weight;
+        (place.source == kHead ? guessed_total_ : total) += place.weight;
         if (tried == kNothing || !was_tried(tried, token)) {
           row = find_row(token);
           if (row < 0) row = add_row(token);
@@ -215,7 +220,12 @@ class Search {
         kind = row.places.count ? kWindow + constants.several : kWindow;
       else if (row.places.count > 1)
         kind += constants.several;
-      int cell = first + cell_within(kind, row.weight / (total - row.weight), noise_.octaves(depth, row.token));
+      bool is_guess = kind == constants.head_kind || kind == constants.head_kind + constants.several;
+      int octaves = is_guess ? 0 : noise_.octaves(depth, row.token);
+      // Guesses take no part of the weight of what the text alone proposes: a bad head does not dilute it.
+      bool has_guess = row.places.count && places_[row.places.begin].source == kHead;
+      double whole = has_guess ? total + guessed_total_ : total;
+      int cell = first + cell_within(kind, row.weight / (whole - row.weight), octaves);
       row_cells_.push_back(cell);
       known += frequencies_[cell];
     }
@@ -277,8 +287,9 @@ class Search {
 
   // Sources: each appends the evidence for the token after a node.
 
-  Span ask(int order, int node) {
+  Span ask(int order, int node, bool with_head) {
     uint32_t begin = static_cast<uint32_t>(places_.size());
+    if (with_head) guesses(node, 0);
     if (drafter_->prediction_ && order != 1) predicted(node, order == 0);
     set_context(node);
     int depth = tree_->depths[node];
@@ -292,6 +303,34 @@ class Search {
       one_replaced();
     }
     return {begin, static_cast<uint32_t>(places_.size()) - begin};
+  }
+
+  // The places of `evidence` behind the guesses of the head for what follows a node.
+  Span with_guesses(Span evidence, int node, int offset) {
+    uint32_t begin = static_cast<uint32_t>(places_.size());
+    guesses(node, offset);
+    if (places_.size() == begin) return evidence;
+    for (uint32_t i = 0; i < evidence.count; i++) places_.push_back(Place(places_[evidence.begin + i]));
+    return {begin, static_cast<uint32_t>(places_.size()) - begin};
+  }
+
+  void guesses(int node, int offset) {
+    const HeadDraft& head = drafter_->head;
+    if (!drafter_->tries_on_ || head.tokens.size() < 2) return;
+    int guess = guess_of(node);
+    if (guess < 0) return;
+    for (size_t i = 1; i < head.tokens.size(); i++)
+      if (head.parents[i] == guess) places_.push_back({head.weight(i), nullptr, nullptr, head.tokens[i], kHead, offset});
+  }
+
+  // The guess that is a node; -1 if the head has not guessed it.
+  int guess_of(int node) {
+    if (static_cast<int>(guesses_.size()) <= node) guesses_.resize(node + 1, kUnknown);
+    if (guesses_[node] == kUnknown) {
+      int above = guess_of(tree_->parents[node]);
+      guesses_[node] = above < 0 ? -1 : drafter_->head.child(above, tree_->tokens[node]);
+    }
+    return guesses_[node];
   }
 
   // The places of the prediction whose token before is, or is not, that of a node.
@@ -400,6 +439,8 @@ class Search {
   std::vector<std::optional<Alignment>> alignments_;  // by node
   Noise noise_;
   Tokens tried_tokens_, row_tokens_, row_of_, row_cells_, context_;
+  Tokens guesses_;  // by node
+  double guessed_total_ = 0.0;  // weight of the guesses among what `gather` has read last
 };
 
 inline std::vector<double> Drafter::draft(TokenTree& tree, int64_t budget, std::optional<int64_t> max_depth,

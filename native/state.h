@@ -105,7 +105,7 @@ class SequenceState {
   }
 
   Tokens advance(const TokenTree& tree, const Tokens& path, const TreeResult& result,
-                 const std::vector<Shard>& shards) {
+                 const std::vector<Shard>& shards, HeadDraft head = {}) {
     Tokens emitted;
     for (size_t i = 1; i < path.size(); i++) emitted.push_back(tree.tokens[path[i]]);
     int32_t bonus = result.next_tokens[path.back()];
@@ -126,7 +126,10 @@ class SequenceState {
         table->update(tree.tokens[node], &result.candidates[at], &result.scores[at], result.k);
       }
     }
-    if (drafter) learn(tree, path, result, emitted);
+    if (drafter) {
+      learn(tree, path, result, emitted);
+      drafter->head = std::move(head);
+    }
     return emitted;
   }
 

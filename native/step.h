@@ -121,7 +121,12 @@ class StepDraft {
         num_entries[home] += state.num_above(home) + static_cast<int64_t>((*shards[i])[home].nodes.size());
       int32_t bonus = result.next_tokens[each.path.back()];
       if (bonus < 0) each.failure = bonus;
-      each.emitted = state.advance(*trees[i], each.path, result, *shards[i]);
+      HeadDraft head;
+      for (int64_t home : all.num_guesses ? state.homes() : std::vector<int64_t>{}) {
+        head = read_block(all.block(home, places[i][home]), all.num_guesses, each.path.back(), bonus);
+        if (head.tokens.size() > 1) break;
+      }
+      each.emitted = state.advance(*trees[i], each.path, result, *shards[i], std::move(head));
       each.may_end = each.failure || state.may_end(each.emitted);
       each.next_tokens = std::move(result.next_tokens);
       concluded.push_back(std::move(each));

@@ -6,7 +6,7 @@
 
 namespace lpr {
 
-enum Source : uint8_t { kRoot, kWindow, kPool, kTrie, kSharedTrie, kRecycled, kPrediction };
+enum Source : uint8_t { kRoot, kWindow, kPool, kTrie, kSharedTrie, kRecycled, kPrediction, kHead };
 
 using Tokens = std::vector<int32_t>;
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <stdexcept>
 
-#include "constants.h"
+#include "heads.h"
 #include "partition.h"
 
 namespace lpr {
@@ -26,10 +26,11 @@ inline int result_words(int k) { return 1 + k + (k + 3) / 4; }
 // The payloads of some ranks, which lie `stride` words apart, of `num_words` words each.
 struct Payloads {
   const int32_t* words;
-  int64_t num_ranks, stride, num_words, capacity, width;
+  int64_t num_ranks, stride, num_words, capacity, width, num_guesses;
 
   int64_t num_trees() const {
-    return (num_words - constants.num_header) / (constants.num_tree_header + capacity * width);
+    int64_t words_of_tree = constants.num_tree_header + capacity * width + block_words(num_guesses);
+    return (num_words - constants.num_header) / words_of_tree;
   }
   const int32_t* of(int64_t rank) const { return words + rank * stride; }
   const int32_t* tree_header(int64_t rank, int64_t place) const {
@@ -41,9 +42,13 @@ struct Payloads {
   const int32_t* node(int64_t rank, int64_t place, int64_t i) const {
     return tree_header(rank, num_trees()) + (place * capacity + i) * width;
   }
+  // What the head of a rank guesses for a tree.
+  const int32_t* block(int64_t rank, int64_t place) const {
+    return node(rank, num_trees(), 0) + place * block_words(num_guesses);
+  }
   // Of the ranks that share a replica the first ones.
   Payloads authoritative(int64_t num_replicas) const {
-    return {words, num_replicas, stride * (num_ranks / num_replicas), num_words, capacity, width};
+    return {words, num_replicas, stride * (num_ranks / num_replicas), num_words, capacity, width, num_guesses};
   }
 };
 

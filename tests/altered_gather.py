@@ -33,7 +33,7 @@ def change_sent(exchanges: Any, change: Callable[[StepDraft, torch.Tensor], torc
     gather = exchanges.gather
 
     def mutant(*args: Any) -> Gathered:
-        *begin, draft, local, num_logprobs = args
-        return gather(*begin, draft, None if local is None else change(draft, local), num_logprobs)
+        *begin, draft, local, num_logprobs, guesses = args
+        return gather(*begin, draft, None if local is None else change(draft, local), num_logprobs, guesses)
 
     exchanges.gather = mutant

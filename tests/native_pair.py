@@ -15,8 +15,9 @@ import lpr.core
 import lpr.native
 from lpr.config import SamplingParams, TreeSizes
 from lpr.core.constants import KNOTS
+from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
 from lpr.core.step_times import StepTimes
-from lpr.core.wire import node_width, payload_words, result_words, tables_of
+from lpr.core.wire import blocks_of, node_width, payload_words, result_words, tables_of
 
 HOMES = [import_module(f"lpr.core.{each.name}") for each in iter_modules(lpr.core.__path__)]
 NAMES = [name for name in lpr.native.__all__ if name not in ("is_native", "missing")]
@@ -174,7 +175,7 @@ class Ranks:
         """What the ranks send, as Exchange packs it."""
         size = payload_words(self.plan.sizes, len(self.states), self.plan.num_ranks, True)
         found = np.full((self.plan.num_ranks, size), -9, np.int32)
-        tables = tables_of(found, self.capacity, self.width)
+        tables = tables_of(found, self.capacity, self.width, self.plan.sizes.num_guesses)
         for payload, table, draft in zip(found, tables, drafts, strict=True):
             payload[: len(draft.header)] = draft.header
             rows = [results[i][list(draft.shards[i][draft.rank].nodes)] for i in draft.mine]
@@ -182,7 +183,24 @@ class Ranks:
             flat = table.reshape(-1, self.width)
             flat[target, :-2] = np.concatenate([*rows, flat[:0, :-2]])[source]
             flat[target, -2:] = words.view(np.int32).reshape(-1, 2)
+        if self.plan.sizes.num_guesses:
+            self.guess(blocks_of(found, self.capacity, self.width, self.plan.sizes.num_guesses), drafts, results)
         return found
+
+    def guess(self, blocks: np.ndarray, drafts: list[Any], results: list[np.ndarray]) -> None:
+        """Guesses of ranks for their trees, most of them for the accepted path."""
+        for index, tree_ in enumerate(trees_of(drafts)):
+            token, end = int(results[index][0, 0]), 0
+            while token >= 0 and (child := tree_.find(end, token)) >= 0:
+                end, token = child, int(results[index][child, 0])
+            for draft in drafts:
+                guesses = HeadDraft()
+                for _ in range(self.random.randrange(self.plan.sizes.num_guesses + 2)):
+                    parent, steps = self.random.randrange(len(guesses.tokens)), self.random.randrange(PROBABILITY_STEPS)
+                    guesses.add(parent, self.random.randrange(self.plan.vocabulary), steps)
+                if index in draft.mine and self.random.random() < 0.8:
+                    words = guesses.pack(end, token, self.plan.sizes.num_guesses)
+                    blocks[draft.rank, list(draft.mine).index(index)] = words
 
 
 def run(core: Any, plan: Plan) -> list[Any]:
@@ -200,7 +218,8 @@ def run(core: Any, plan: Plan) -> list[Any]:
         payloads = ranks.payloads(drafts, results)
         record.append(noticed(core, ranks, drafts, payloads, served))
         done = [
-            draft.conclude(payloads, ranks.width, budgets) for draft, budgets in zip(drafts, ranks.budgets, strict=True)
+            draft.conclude(payloads, ranks.width, budgets, plan.sizes.num_guesses)
+            for draft, budgets in zip(drafts, ranks.budgets, strict=True)
         ]
         seen = [see_conclusions(draft, concluded) for draft, (concluded, _) in zip(drafts, done, strict=True)]
         assert all(each == seen[0] for each in seen), "all ranks know the same of all sequences"
@@ -247,7 +266,7 @@ def noticed(core: Any, ranks: Ranks, drafts: list[Any], payloads: np.ndarray, se
         shared = len(payloads) > 1 and (tree is None or any(tree in trees for trees in served[:-1]))
         if shared:
             try:
-                drafts[0].conclude(other, ranks.width, ranks.budgets[0])
+                drafts[0].conclude(other, ranks.width, ranks.budgets[0], ranks.plan.sizes.num_guesses)
             except ValueError:
                 found.append(before == [state_.digest for state_ in drafts[0].states])
     assert all(found)

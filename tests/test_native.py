@@ -35,6 +35,7 @@ sizes = st.builds(
     trie_nodes=st.sampled_from([0, 1, 8, 33, 64, 200]),
     branch_length=st.sampled_from([1, 4, 32, 128]),
     num_candidates=st.sampled_from([0, 1, 8]),
+    num_guesses=st.sampled_from([0, 0, 1, 12]),
     trie_capacity=st.sampled_from([1, 50, 200, 10_000]),
 )
 plans = st.builds(
@@ -67,7 +68,7 @@ def test_steps_are_equal(plan: Plan) -> None:
 
 @needs_native
 def test_long_runs_are_equal() -> None:
-    long = TreeSizes(window_size=8, guess_set_size=8, trie_nodes=64, trie_capacity=700)
+    long = TreeSizes(window_size=8, guess_set_size=8, trie_nodes=64, trie_capacity=700, num_guesses=12)
     for adaptive in (False, True):
         plan = Plan(seed=5, sizes=long, num_steps=200, vocabulary=300, num_ranks=2, adaptive=adaptive)
         assert_equal(run(PURE, plan), run(NATIVE, plan))
@@ -97,12 +98,14 @@ def test_drafters_and_suffix_indexes_are_equal(seed: int, capacity: int, vocabul
         "delay",
         "sibling_trust",
         "pair_bits",
+        "head_weight",
     ],
 )
 def test_a_core_with_one_other_number_is_found_out(name: str) -> None:
     """The comparison itself can fail: each of these numbers decides what is drafted."""
     numbers = lpr.native.numbers()
-    plan = Plan(seed=1, sizes=TreeSizes(trie_nodes=64), vocabulary=40, adaptive=name == "trust_memory", num_steps=40)
+    sizes = TreeSizes(trie_nodes=64, num_guesses=8 * (name == "head_weight"))
+    plan = Plan(seed=1, sizes=sizes, vocabulary=40, adaptive=name == "trust_memory", num_steps=40)
     expected = run(PURE, plan)
     value = numbers[name]
     if isinstance(value, (list, tuple)):

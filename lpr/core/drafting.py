@@ -15,6 +15,9 @@ that probability out. So the budget goes to depth where a long match is sure of 
 source costs nothing until its turn comes. Nodes that the tree held before (the Jacobi window's) are children like
 others and cost no budget.
 
+A model with prediction heads guesses what follows the last token (lpr.core.heads). Its guesses join the evidence of
+the first source at the nodes that they reach.
+
 A request may bring a prediction of its output (lpr.core.alignment). Its cursors behind the node's token are asked with
 the first source, the others with the one that replaces a token.
 
@@ -37,6 +40,7 @@ from lpr.core.alignment import Alignment, Prediction
 from lpr.core.budget import Price
 from lpr.core.calibration import Calibration, cell_within, first_cell
 from lpr.core.evaluated import EvaluatedNodes
+from lpr.core.heads import HeadDraft
 from lpr.core.noise_keys import KnownNoise
 from lpr.core.pool import NGramPool
 from lpr.core.recycle import CandidateTable
@@ -54,6 +58,7 @@ _RECYCLED_SOURCE = int(Source.RECYCLED)
 _HELD = int(Source.WINDOW)
 _HELD_TOO = _HELD + constants.SEVERAL
 _PREDICTED_ORDERS = (0, 2)
+_KINDS_OF_HEAD = (constants.HEAD_KIND, constants.HEAD_KIND + constants.SEVERAL)
 _ESCAPE = -1
 _RECENT = -2
 
@@ -89,6 +94,8 @@ class Drafter:
         self._evaluated = EvaluatedNodes()
         self._cells: list[int] = []  # of the last draft's nodes
         self._recent: dict[int, None] = {}  # in the order of last use
+        self.head: HeadDraft | None = None
+        """The guesses of the model's head for the next draft."""
         self._prediction = Prediction(prediction, num_prompt) if len(prediction) and config.trie_nodes else None
         self._sources: list[FindPlaces] = [self._ngrams]
         if config.trie_nodes:
@@ -129,7 +136,7 @@ class Drafter:
         limit = len(tree) + max(0, budget)
         noise = KnownNoise(self.seed, self._num_observed)
         search = _Search(tree, self._sources, self._tail, recent, self.calibration.frequencies, limit, price, noise)
-        search.prediction = self._prediction
+        search.prediction, search.head = self._prediction, self.head if self.config.trie_nodes else None
         search.expand(0, 1.0, [], 0)
         for node, probability, places, offset, cell in search:
             if node == len(probabilities):
@@ -253,6 +260,8 @@ class _Search:
         self._serial = 0
         self.prediction: Prediction | None = None
         self._alignments: dict[int, Alignment] = {}
+        self.head: HeadDraft | None = None
+        self._guesses: dict[int, int] = {0: 0}
 
     def expand(
         self, node: int, probability: float, places: list[Place], offset: int, order: int = 0, tried: Tried = _NOTHING
@@ -260,10 +269,13 @@ class _Search:
         """Offer the children of `node` by `places`, `offset` tokens on, or by the first source that knows any."""
         heap, serial = self._heap, self._serial
         held = _NOTHING if order or tried else self._tree.children[node]
+        guessed = [] if order or tried else self._guessed(node, offset)
+        if places:
+            places = [*guessed, *places]
         stage = 0
         while True:
             rows: dict[int, list[Any]] = {}  # token -> [weight, places...]
-            total = 0.0
+            total = guessed_total = 0.0
             for place in places:
                 try:
                     token = place[1][place[2] + offset]
@@ -272,7 +284,10 @@ class _Search:
                 if token < 0:
                     continue
                 weight = place[0]
-                total += weight
+                if place[3] == constants.HEAD_KIND:
+                    guessed_total += weight
+                else:
+                    total += weight
                 if token in tried:
                     continue
                 row = rows.get(token)
@@ -291,6 +306,8 @@ class _Search:
             places, offset = self._sources[order](self._context(node), self._tree.depths[node]), 0
             if self.prediction is not None and order in _PREDICTED_ORDERS:
                 places = [*self._predicted(self.prediction, node, order == 0), *places]
+            if not order:
+                places = [*guessed, *places]
             stage = order
             order += 1
         for token in held:
@@ -308,8 +325,10 @@ class _Search:
                 kind = _HELD_TOO if len(row) > 1 else _HELD
             else:
                 kind = row[1][3] if len(row) == 2 else row[1][3] + constants.SEVERAL
-            octaves = self._noise.octaves(depth, token)
-            row[0] = cell = first + cell_within(kind, ldexp(row[0] / (total - row[0]), octaves))
+            octaves = 0 if kind in _KINDS_OF_HEAD else self._noise.octaves(depth, token)
+            # Guesses take no part of the weight of what the text alone proposes: a bad head does not dilute it.
+            whole = total + guessed_total if len(row) > 1 and row[1][3] == constants.HEAD_KIND else total
+            row[0] = cell = first + cell_within(kind, ldexp(row[0] / (whole - row[0]), octaves))
             known += frequencies[cell]
         scale = probability if known <= constants.MOST_KNOWN else probability * constants.MOST_KNOWN / known
         for token, row in rows.items():
@@ -391,6 +410,19 @@ class _Search:
         tokens = prediction.index.tokens
         found = prediction.places(alignments[node], self._tree.tokens[node], agrees)
         return [(weight, tokens, place, int(Source.PREDICTION)) for weight, place in found]
+
+    def _guessed(self, node: int, offset: int) -> list[Place]:
+        """The head's guesses for what follows `node`, as places whose token is read `offset` tokens on."""
+        head = self.head
+        guess = -1 if head is None else self._guess_of(head, node)
+        return [] if head is None or guess < 0 else head.places(guess, offset)
+
+    def _guess_of(self, head: HeadDraft, node: int) -> int:
+        """The guess that is `node`; -1 if the head has not guessed it."""
+        if node not in self._guesses:
+            above = self._guess_of(head, self._tree.parents[node])
+            self._guesses[node] = head.child(above, self._tree.tokens[node]) if above >= 0 else -1
+        return self._guesses[node]
 
     def _context(self, node: int) -> list[int]:
         """The last tokens up to and including `node`; enough of them for the longest match."""

@@ -16,6 +16,7 @@ from lpr.core.accept import NOT_A_NUMBER, likely
 from lpr.core.budget import AcceptanceHistory, Draft, DraftRequest
 from lpr.core.digest import MASK64, Digest
 from lpr.core.drafting import Drafter
+from lpr.core.heads import HeadDraft
 from lpr.core.partition import Shard
 from lpr.core.recycle import CandidateTable
 from lpr.core.suffix_index import SuffixIndex
@@ -158,8 +159,15 @@ class SequenceState:
             self._drafted.update(words)
         return self._drafted.value
 
-    def advance(self, tree: TokenTree, path: Sequence[int], result: TreeResult, shards: Sequence[Shard]) -> list[int]:
-        """Commit the accepted `path` and its bonus token; return the emitted tokens.
+    def advance(
+        self,
+        tree: TokenTree,
+        path: Sequence[int],
+        result: TreeResult,
+        shards: Sequence[Shard],
+        head: HeadDraft | None = None,
+    ) -> list[int]:
+        """Commit the accepted `path` and its bonus token, after which `head` guesses; return the emitted tokens.
 
         After a failure there is no bonus token. A rank that met logits that are not numbers keeps no K/V of the step:
         a weight of 0 times NaN is NaN, so one bad node breaks all that share its forward. Decoding goes on with the
@@ -182,6 +190,7 @@ class SequenceState:
             self.table.update(tree.tokens, result.candidates, result.scores)
         if self.drafter is not None:
             self._learn(self.drafter, tree, path, result, emitted)
+            self.drafter.head = head
         return emitted
 
     def _learn(

@@ -17,6 +17,7 @@ from lpr.core.accept import accept
 from lpr.core.budgets import Budgets
 from lpr.core.constants import LONGEST_CATCH_UP
 from lpr.core.digest import Digest
+from lpr.core.heads import read_block
 from lpr.core.partition import Shard, partition
 from lpr.core.rows import row_entries
 from lpr.core.state import SequenceState, TreeResult, has_nan_result
@@ -86,18 +87,22 @@ class StepDraft:
         assert tree is not None and shards is not None, "this rank has not drafted the tree"
         return tree, shards[self.rank]
 
-    def conclude(self, payloads: np.ndarray, width: int, budgets: Budgets) -> tuple[list[Conclusion], np.ndarray]:
+    def conclude(
+        self, payloads: np.ndarray, width: int, budgets: Budgets, num_guesses: int = 0
+    ) -> tuple[list[Conclusion], np.ndarray]:
         """Accept a path of each tree, and advance the states and `budgets`.
 
-        `payloads` is int32 [world ranks, words], with tables of `width` words a node (lpr.core.wire); of the ranks
-        that share a replica the first one counts (rule R6). Also returns the entries whose K/V must move, int64 [3, n]:
-        the number of this rank's row, the entry, and the entry in whose place it belongs. Raises ValueError, before
-        anything has changed, if the ranks' headers differ, and for payloads that are no trees.
+        `payloads` is int32 [world ranks, words], with tables of `width` words a node and room for `num_guesses` of a
+        head (lpr.core.wire); of the ranks that share a replica the first one counts (rule R6). Also returns the entries
+        whose K/V must move, int64 [3, n]: the number of this rank's row, the entry, and the entry in whose place it
+        belongs. Raises ValueError, before anything has changed, if the ranks' headers differ, and for payloads that are
+        no trees.
         """
         if not wire.headers_agree(payloads, self.served):
             raise ValueError("the headers of the ranks differ")
         payloads = payloads[:: len(payloads) // len(self.served)]
-        tables = wire.tables_of(payloads, self.capacity, width)
+        tables = wire.tables_of(payloads, self.capacity, width, num_guesses)
+        blocks = wire.blocks_of(payloads, self.capacity, width, num_guesses)
         concluded: list[Conclusion] = []
         kept: dict[int, list[int]] = {}
         self.num_entries = [0] * len(self.served)
@@ -111,7 +116,10 @@ class StepDraft:
             for rank in state.homes:
                 self.num_entries[rank] += state.num_above(rank) + len(shards[rank].nodes)
             bonus = result.next_tokens[path[-1]]
-            emitted = state.advance(tree, path, result, shards)
+            places = wire.places_of(index, self.served)
+            sent = [blocks[rank, places[rank]] for rank in state.homes] if num_guesses else []
+            head = next(filter(None, (read_block(block, path[-1], bonus) for block in sent)), None)
+            emitted = state.advance(tree, path, result, shards, head)
             failure = bonus if bonus < 0 else None
             may_end = failure is not None or state.may_end(emitted)
             concluded.append(Conclusion(tree, shards, result.next_tokens, path, emitted, has_nan, failure, may_end))

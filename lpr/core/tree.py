@@ -22,6 +22,7 @@ class Source(IntEnum):
     SHARED_TRIE = 4
     RECYCLED = 5
     PREDICTION = 6
+    HEAD = 7
 
 
 class TokenTree:

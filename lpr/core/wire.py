@@ -9,6 +9,7 @@ A payload is int32 words, as many on all ranks (rule R2):
     results   for each of these trees a table of `capacity` nodes with `width` words: of every node that the rank owns
               the next token, k candidates, their scores (four to a word), log-probabilities in steps in which a running
               request asks for them, and, where ranks do not draft each other's trees, the node itself
+    guesses   for each of these trees a block of what a prediction head guesses, where there is one (lpr.core.heads)
 
 A rank drafts only the trees of requests that it serves. Of the other trees it needs the accepted path and the
 candidates of the nodes. So a node that travels is two words: its number, its parent's number and its source in one, its
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lpr.config import TreeSizes
+from lpr.core.heads import block_words
 from lpr.core.partition import Shard
 from lpr.core.state import TreeResult
 from lpr.core.tree import TokenTree
@@ -59,18 +61,30 @@ def payload_words(
 ) -> int:
     """Words that each of `num_ranks` ranks contributes to the gather of up to `num_trees` trees."""
     table = sizes.owned_capacity(num_ranks) * node_width(sizes, carries_trees, num_logprobs)
-    return NUM_HEADER + num_trees * (NUM_TREE_HEADER + table)
+    return NUM_HEADER + num_trees * (NUM_TREE_HEADER + table + block_words(sizes.num_guesses))
 
 
-def first_result(num_words: int, capacity: int, width: int) -> int:
+def room_of(num_words: int, capacity: int, width: int, num_guesses: int = 0) -> int:
+    """The number of trees that a payload of `num_words` words has room for."""
+    return (num_words - NUM_HEADER) // (NUM_TREE_HEADER + capacity * width + block_words(num_guesses))
+
+
+def first_result(num_words: int, capacity: int, width: int, num_guesses: int = 0) -> int:
     """Where the results begin in a payload of `num_words` words."""
-    return NUM_HEADER + (num_words - NUM_HEADER) // (NUM_TREE_HEADER + capacity * width) * NUM_TREE_HEADER
+    return NUM_HEADER + room_of(num_words, capacity, width, num_guesses) * NUM_TREE_HEADER
 
 
-def tables_of(payloads: np.ndarray, capacity: int, width: int) -> np.ndarray:
+def tables_of(payloads: np.ndarray, capacity: int, width: int, num_guesses: int = 0) -> np.ndarray:
     """The results of `payloads` [ranks, words], as a view int32 [ranks, trees, capacity, width]."""
-    results = payloads[:, first_result(payloads.shape[1], capacity, width) :]
-    return results.reshape(len(payloads), -1, capacity, width)
+    room = room_of(payloads.shape[1], capacity, width, num_guesses)
+    begin = NUM_HEADER + room * NUM_TREE_HEADER
+    return payloads[:, begin : begin + room * capacity * width].reshape(len(payloads), room, capacity, width)
+
+
+def blocks_of(payloads: np.ndarray, capacity: int, width: int, num_guesses: int) -> np.ndarray:
+    """The guesses of heads in `payloads` [ranks, words], as a view int32 [ranks, trees, words of a block]."""
+    room, words = room_of(payloads.shape[1], capacity, width, num_guesses), block_words(num_guesses)
+    return payloads[:, payloads.shape[1] - room * words :].reshape(len(payloads), room, words)
 
 
 def pack_header(

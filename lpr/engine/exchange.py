@@ -18,6 +18,7 @@ import torch
 from lpr.config import TreeSizes
 from lpr.core import wire
 from lpr.core.budgets import Budgets
+from lpr.core.heads import block_words
 from lpr.dist.comm import Comm
 from lpr.model.exact.check import Heights
 from lpr.model.inputs import Row
@@ -40,6 +41,7 @@ class Gathered:
     width: int
     """Words of a node."""
     num_logprobs: int | None
+    num_guesses: int
 
     @property
     def num_command_bytes(self) -> int:
@@ -49,7 +51,7 @@ class Gathered:
     def conclude(self, budgets: Budgets) -> tuple[list[Conclusion], np.ndarray]:
         """`StepDraft.conclude`; raises DesyncError that names the ranks whose headers or trees differ."""
         try:
-            return self.draft.conclude(self.payloads, self.width, budgets)
+            return self.draft.conclude(self.payloads, self.width, budgets, self.num_guesses)
         except ValueError as failure:
             check_digests(self.payloads[:, :2].tolist())
             for sent in wire.tree_digests(self.payloads, self.draft.served).values():
@@ -61,7 +63,7 @@ class Gathered:
         if self.num_logprobs is None:
             return [None] * len(self.draft)
         draft, payloads = self.draft, self.payloads[:: len(self.payloads) // len(self.draft.served)]
-        tables = wire.tables_of(payloads, draft.capacity, self.width)
+        tables = wire.tables_of(payloads, draft.capacity, self.width, self.num_guesses)
         found: list[list[TokenLogprobs] | None] = []
         for index, shards in enumerate(draft.shards):
             assert shards is not None, "concluded"
@@ -108,12 +110,19 @@ class Exchange:
         """Most bytes that each rank contributes to a step without log-probabilities: those of a full batch."""
         return self._payload.numel() * self._payload.element_size()
 
-    def gather(self, draft: StepDraft, local: torch.Tensor | None, num_logprobs: int | None = None) -> Gathered:
+    def gather(
+        self,
+        draft: StepDraft,
+        local: torch.Tensor | None,
+        num_logprobs: int | None = None,
+        guesses: np.ndarray | None = None,
+    ) -> Gathered:
         """Send this rank's results; return those of all ranks.
 
         `local` is int32 [nodes, words], the results of this rank's part of `draft`, or None if it has none. Of every
         node its owner's value counts, also on ranks that evaluated it as an ancestor (rule R1). `num_logprobs` is that
-        of the running request that asks for the most log-probabilities.
+        of the running request that asks for the most log-probabilities, `guesses` int32 [own trees, words] are of this
+        rank's head.
         """
         width = wire.node_width(self.config, self.carries_trees, num_logprobs)
         num_words, payload = self.payload_words(len(draft), num_logprobs), self._payload
@@ -123,10 +132,17 @@ class Exchange:
             self._on_host[: len(draft.header)] = draft.header
         else:
             copy_over(payload[: len(draft.header)], draft.header)
+        num_guesses = self.config.num_guesses
+        end = num_words - wire.room_of(num_words, self.capacity, width, num_guesses) * block_words(num_guesses)
         if local is not None:
-            results = payload[wire.first_result(num_words, self.capacity, width) : num_words]
+            results = payload[wire.first_result(num_words, self.capacity, width, num_guesses) : end]
             self._place(local, draft, results.view(-1, width))
-        return Gathered(draft, self.comm.gather(payload[:num_words]).numpy(), width, num_logprobs)
+        if num_guesses:
+            blocks = np.zeros(num_words - end, np.int32)  # also where no guess was made: the buffer holds older ones
+            if guesses is not None:
+                blocks[: guesses.size] = guesses.reshape(-1)
+            copy_over(payload[end:num_words], blocks)
+        return Gathered(draft, self.comm.gather(payload[:num_words]).numpy(), width, num_logprobs, num_guesses)
 
     def _place(self, local: torch.Tensor, draft: StepDraft, table: torch.Tensor) -> None:
         """Copy the results of the nodes that this rank owns into `table` [trees * capacity, width]."""

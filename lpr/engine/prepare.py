@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lpr.config import DecodeConfig, InputError
+from lpr.config import DecodeConfig, InputError, first_line
 from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
@@ -17,8 +17,9 @@ from lpr.engine.exchange import check_replica, common_heights, worst_of_replica
 from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.compiled import refusal
 from lpr.model.cpu.accelerate import accelerate
+from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
-from lpr.model.loader import Loaded, model_digest, tokenizer_digest
+from lpr.model.loader import Loaded, head_digest, model_digest, tokenizer_digest
 from lpr.model.packing import has_room_to_pack, pack_projections
 from lpr.model.parallel import vocabulary_part
 from lpr.model.runner import SharedWeights, TreeModel
@@ -49,16 +50,21 @@ def prepare(
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     comm.before_close(model.release)
     failure, costs, like, compiles = None, None, None, False
-    facts, replica_facts = {}, {}
+    facts, replica_facts, own_head = {}, {}, 0
     is_compared = not is_alone(comm) or comm.membership is not None
     if is_compared:
         replica_facts["model"] = model_digest(loaded.model)
+        own_head = head_digest(loaded.head)
     try:
-        compiles = _compiles(model, loaded, options, comm)
+        compiles = _compiles(model, loaded, decode, options, comm)
         if compiles:
             packed = pack_projections(loaded.model, partial(has_room_to_pack, model.device))
             logger.info("%d groups of projections are packed", packed)
         like = _accelerated(model) if _is_accelerated(model, loaded, comm) else self_check(model)
+        if loaded.head is not None and decode.draft_heads == "auto":
+            if compiles:
+                raise InputError("compile='on' does not go with a prediction head: use --draft-heads off")
+            _use_head(model, loaded.head, like, _is_accelerated(model, loaded, comm))
         model.sampler.check_part(model.adapter)
         longest_sequence(loaded, decode)
         if is_driver(comm):
@@ -75,6 +81,7 @@ def prepare(
     except InputError as error:
         failure = str(error)
     if is_compared:
+        replica_facts["prediction head"] = own_head if model.guesser is not None else 0
         facts["configuration"] = digest_of(repr((decode, options.exact)))
         facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
         facts["form of a batch (packed or padded)"] = int(model.packed)
@@ -114,9 +121,21 @@ def _accelerated(model: TreeModel) -> KVCache:
         return like
 
 
-def _compiles(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:
+def _use_head(model: TreeModel, head: DraftHead, like: KVCache, accelerates: bool) -> None:
+    """Let a head guess; one that does not work is left out, with a warning."""
+    try:
+        if accelerates:
+            accelerate(head)
+        model.use_head(head, like)
+    except Exception as failure:  # of a layer that gets what it does not expect: of any type
+        logger.warning("the prediction head does not work with this model and is not used: %s", first_line(failure))
+
+
+def _compiles(model: TreeModel, loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm) -> bool:
     """True if the model is to be compiled; raises InputError if `options` ask for it and it cannot be."""
     wanted, captures = options.compile, model.capturer is not None
+    if wanted == "auto" and loaded.head is not None and decode.draft_heads == "auto":
+        return False  # compiled steps hand out no hidden states
     why = refusal(loaded.model)
     if wanted == "on" and why is not None:
         raise InputError(f"this model cannot be compiled: {why}")

@@ -35,15 +35,17 @@ from lpr.engine.kv_pool import (
 )
 from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
-from lpr.engine.page_pool import PageClear, PageCopy, PageIn, PageOut
+from lpr.engine.pace import Pace
+from lpr.engine.page_moves import PageClear, PageCopy, PageIn, PageOut, StateCopy
 from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.scheduler import Schedule, Scheduler
 from lpr.engine.sizing import Sizer, resolve_sizes
-from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT, StateCopy
+from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
+from lpr.model.heads.guesses import NUM_ENTRIES, NUM_GUESSES
 from lpr.model.loader import Loaded
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
@@ -73,6 +75,8 @@ class Replica:
         self.new_times: StepTimes | None = None
         """On the driver, after a step: the step times that all ranks should decide by from now on, if they differ."""
         self.sizer = Sizer(TreeSizes(), None, comm)
+        self.pace: Pace | None = None
+        """Lets a prediction head rest, where sizes are automatic."""
         self._timed: tuple[Sequence[Request], Sequence[Outcome], float] | None = None
         """The last step and its milliseconds, until the sizer has seen it."""
         self.model, self.like, given = prepare(loaded, decode, options, comm)
@@ -166,6 +170,9 @@ class Replica:
     def catch_up(self) -> None:
         """Finish what the last step left, while the device works: nothing that decides what comes next."""
         if self._timed is not None:
+            if self.pace is not None:
+                self.pace.observe(*self._timed[1:], self.model.guess_ms)
+                self.model.rests = self.pace.rests
             self.new_times, self._timed = self.sizer.observe(*self._timed), None
         for request in self.scheduler.running:
             request.write()
@@ -242,6 +249,8 @@ class Replica:
                 membership = self.comm.membership
                 num_ranks = membership.num_replicas if membership is not None else self.comm.size
                 sizes = resolve_sizes(decode, times, num_ranks)
+                if self.model.guesser is not None and decode.draft_heads == "auto" and sizes.trie_nodes:
+                    sizes = replace(sizes, num_guesses=NUM_GUESSES)
                 self._set_up(decode, sizes, times, self.comm, keep_drafts)
                 return
             except MeshChangedError:  # on all survivors alike, which begin again
@@ -267,6 +276,7 @@ class Replica:
         how = self.model.packed, self.options.prefix_reuse, most_homes
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         num_ahead = sizes.evaluated_capacity(self.comm.size if self.comm.membership is None else 1)
+        num_ahead += NUM_ENTRIES if sizes.num_guesses else 0
         needs = PoolNeeds(
             decode=decode,
             kv_memory=self.options.kv_memory,
@@ -317,6 +327,7 @@ class Replica:
         num_slots, carries_trees = self.scheduler.limits.num_slots, self.decode.carries_trees(self.comm.size)
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
+        self.pace, self.model.rests = Pace() if times is not None and self.sizes.num_guesses else None, False
         if times is not None:
             limits, decode = self.scheduler.limits, self.decode
             limits.join_chunk = max(SHORTEST_FILL, times.critical_length())

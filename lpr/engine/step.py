@@ -18,6 +18,7 @@ import torch
 from lpr.config import TreeSizes
 from lpr.core.budgets import Budgets
 from lpr.engine.exchange import Exchange
+from lpr.engine.guesses import guess
 from lpr.engine.hooks import StepHooks
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
@@ -66,8 +67,9 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     ]
     results = forward(plan, model, draft, rows, fills)
     hooks.while_busy()
+    guesses = guess(model, plan.decoding, plan.filling, draft, rows, fills, results, plan.sizes.num_guesses)
     hooks.end_phase("forward")
-    gathered = exchange.gather(draft, results, num_logprobs(plan.decoding))
+    gathered = exchange.gather(draft, results, num_logprobs(plan.decoding), guesses)
     hooks.end_phase("gather")
     # A step that has lost a rank is dropped: up to here it has changed nothing.
     concluded, moves = gathered.conclude(budgets)

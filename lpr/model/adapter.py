@@ -21,7 +21,7 @@ from lpr.model.kernels.native_attention import why_not_native
 from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent.plug import has_kernels
 from lpr.model.sparse import SPARSE_ATTENTION, selects
-from lpr.model.step_inputs import Row, StepInputs, step_scope
+from lpr.model.step_inputs import Row, StepInputs, current_step, step_scope
 from lpr.model.text_part import set_attention, takes_positions
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
@@ -109,7 +109,7 @@ class Adapter:
         plain = SPARSE_ATTENTION if selects(self.config) else TREE_ATTENTION
         name = (EXACT_KERNELS if self.exact else KERNELS).get(choice, plain)
         load_kernel(name)
-        self.attention = choice
+        self.attention, self.attention_name = choice, name
         if self.model._can_set_attn_implementation():
             set_attention(self.model, name)
         else:
@@ -159,13 +159,21 @@ class Adapter:
             rows, cache, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.heights, tables
         )
 
+    def bind(self, inputs: StepInputs, cache: KVCache) -> None:
+        """Give `inputs` what attention looks up in them, before a forward."""
+        inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
+
+    def keep_hidden(self) -> None:
+        """From now on every step keeps its hidden states (StepInputs.hidden)."""
+        self.model.get_decoder().register_forward_hook(_keep_hidden)
+
     @torch.no_grad()
     def forward(self, inputs: StepInputs, cache: KVCache, compiled: bool = False) -> torch.Tensor:
         """One forward; the logits [sum of num_results, V] of the rows' last `num_results` entries, row after row.
 
         `compiled` calls the model as torch.compile made it; otherwise it is called directly in any case.
         """
-        inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
+        self.bind(inputs, cache)
         extra: dict[str, Any] = {"position_ids": inputs.positions} if self.accepts_positions else {}
         extra[self._cache_name] = cache
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
@@ -184,3 +192,8 @@ class Adapter:
     ) -> torch.Tensor:
         """The logits of `forward` over `rows`, laid out as by `inputs`."""
         return self.forward(self.inputs(rows, cache, node_bucket, kv_bucket, packed), cache)
+
+
+def _keep_hidden(module: torch.nn.Module, args: Any, output: Any) -> None:
+    if (step := current_step()) is not None:  # ranks that are threads share a model
+        step.hidden = output.last_hidden_state

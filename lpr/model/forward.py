@@ -35,6 +35,8 @@ class EagerForward:
         self.sampler = sampler
         self.cache = cache
         self.before_launch = before_launch
+        self.hidden: dict[int, torch.Tensor] = {}
+        """Last hidden states [entries, H] of the last step's rows, by slot, where the adapter keeps them."""
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
@@ -50,4 +52,8 @@ class EagerForward:
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
         self.before_launch()
-        return self.adapter.forward(inputs, self.cache)
+        logits = self.adapter.forward(inputs, self.cache)
+        if (states := inputs.hidden) is not None:
+            places = zip(inputs.rows, inputs.places(), strict=True)
+            self.hidden = {row.slot: states[at, begin : begin + row.num_entries] for row, (at, begin) in places}
+        return logits

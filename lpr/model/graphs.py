@@ -36,7 +36,7 @@ from lpr.model.static_inputs import (
     static_shape,
     wide_kv,
 )
-from lpr.model.step_inputs import Row
+from lpr.model.step_inputs import Row, StepInputs
 from lpr.model.transfer import Upload
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,9 @@ class GraphForward(EagerForward):
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
         self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=self.adapter.device)
         self._upload = Upload(self._words)
+        self._kept_hidden: torch.Tensor | None = None
+        """The last step's hidden states [entries, H]. Each graph holds the memory that it writes to."""
+        self._hidden_room: torch.Tensor | None = None
         self._kept_logits: torch.Tensor | None = None
         """Where graphs that end at the logits leave them: all would keep their own else."""
 
@@ -134,6 +137,11 @@ class GraphForward(EagerForward):
         if replay is None:
             return None
         results = replay().view(shape.batch, shape.num_entries, -1)
+        if self._kept_hidden is not None:
+            states = self._kept_hidden.view(shape.batch, shape.num_entries, -1)
+            self.hidden = {
+                row.slot: each[shape.num_entries - row.num_entries :] for row, each in zip(rows, states, strict=False)
+            }
         parts = [each[shape.num_entries - row.num_results :] for each, row in zip(results, rows, strict=False)]
         return parts[0] if len(rows) == 1 else torch.cat(parts)
 
@@ -188,13 +196,24 @@ class GraphForward(EagerForward):
         inputs, selection = shape.read(self._words, self.cache)
         if shape.only_logits:
             logits = self.adapter.forward(inputs, self.cache)
+            self._keep_hidden(inputs)
             # Not while a graph is captured: the first run of its program comes before.
             if self._kept_logits is None or len(logits) > len(self._kept_logits):
                 self._kept_logits = logits.clone()
             return self._kept_logits[: len(logits)].copy_(logits)
         inputs.in_parts = self.sampler.in_parts(selection)
         logits = self._model.forward(inputs, self.cache)
+        self._keep_hidden(inputs)
         return self.sampler.results(logits, selection, shape.num_candidates, fixed_shapes=True)
+
+    def _keep_hidden(self, inputs: StepInputs) -> None:
+        """Copy a step's hidden states to one place for all shapes, as far as it is large enough."""
+        if inputs.hidden is None:
+            return
+        states = inputs.hidden.flatten(0, 1)
+        if self._hidden_room is None or len(states) > len(self._hidden_room):  # not while a graph is captured
+            self._hidden_room = states.clone()
+        self._kept_hidden = self._hidden_room[: len(states)].copy_(states)
 
     @torch.no_grad()
     def _capture(self, shape: StaticShape, program: Program) -> Program:
@@ -204,9 +223,10 @@ class GraphForward(EagerForward):
             self._check_length(shape)
         self.num_captures += 1
         replay, states = self.capturer.capture(program), self.cache.states
-        evaluated = states.evaluated
+        evaluated, hidden = states.evaluated, self._kept_hidden
 
         def replay_all() -> torch.Tensor:
+            self._kept_hidden = hidden
             states.evaluated = evaluated  # what recurrent layers keep lies where the captured forward has put it
             return replay()
 

@@ -130,8 +130,12 @@ class KVCache(StatesInCache, Cache, ABC):
         """
 
     @abstractmethod
+    def add_fixed(self, layer: int) -> None:
+        """Before its first forward: the rows of `layer` stay where they are when a commit moves entries."""
+
+    @abstractmethod
     def move(self, rows: np.ndarray) -> None:
-        """Copy the cache rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer; they may overlap."""
+        """Copy the cache rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer but fixed ones; they may overlap."""
 
     @abstractmethod
     def commit_moves(self, rows: Sequence[Row], moves: np.ndarray) -> None:

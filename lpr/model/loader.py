@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -18,6 +19,8 @@ from transformers.utils import logging as transformers_logging
 from lpr.config import InputError, first_line
 from lpr.core.digest import digest_of
 from lpr.model.families import position_limit
+from lpr.model.heads.head import DraftHead
+from lpr.model.heads.read import read_head
 from lpr.model.parallel import TensorParallel, load_sharded, local
 from lpr.model.text_part import check_generate, decoder_class, is_text, text_keys
 
@@ -44,6 +47,8 @@ class Loaded:
     """Longest sequence that the model's positions allow, if its config has it."""
     limit_reason: str = ""
     """The reason if that is shorter than the model's own limit."""
+    head: DraftHead | None = None
+    """The checkpoint's prediction head."""
     is_ours: bool = False
     """True if it was loaded here: it has no other user, and its weights may be laid out anew."""
 
@@ -87,11 +92,12 @@ def load(
     device: str | torch.device | None = None,
     tp: TensorParallel | None = None,
     revision: str | None = None,
+    with_head: bool = False,
 ) -> Loaded:
     """Load the causal LM at `source`, a folder or a hub id; raises InputError with one line when that fails.
 
     `revision` is a branch, a tag or a commit of the hub. With `tp`, only this rank's part of the model; all ranks of
-    the group call this together.
+    the group call this together, and it has no head. `with_head` also reads a prediction head, if there is one.
     """
     where, path = choose_device(device), Path(source)
     transformers_logging.disable_progress_bar()
@@ -129,7 +135,8 @@ def load(
     if decoder is not AutoModelForCausalLM or not is_text(config):
         check_generate(model)
     has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
-    return replace(wrap(model, load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True)
+    head = read_head(source, model, revision) if with_head and tp is None else None
+    return replace(wrap(model, load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True, head=head)
 
 
 def _check_weights(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
@@ -206,16 +213,23 @@ def model_digest(model: PreTrainedModel) -> int:
 
     The second sum weighs each word by its place, so that exchanged values show as well as changed ones.
     """
-    parts = [model.config.to_json_string()]
-    for name, tensor in plain_tensors(model.state_dict().items()):
+    return digest_of("\n".join([model.config.to_json_string(), *_sums(model)]))
+
+
+def head_digest(head: DraftHead | None) -> int:
+    """64-bit digest of a prediction head's weights; 0 without one."""
+    return digest_of("\n".join(_sums(head))) if head is not None else 0
+
+
+def _sums(module: nn.Module) -> Iterator[str]:
+    for name, tensor in plain_tensors(module.state_dict().items()):
         words = tensor.detach().contiguous().view(torch.uint8).flatten()
         total = places = 0
         for piece in words.split(1 << 24):  # bounds the memory that the widened copy takes
             place = torch.arange(piece.numel(), device=piece.device, dtype=torch.int64) % 65521 + 1
             total += int(piece.sum(dtype=torch.int64))
             places = places * 31 + int((piece * place).sum())
-        parts.append(f"{name} {tuple(tensor.shape)} {total} {places}")
-    return digest_of("\n".join(parts))
+        yield f"{name} {tuple(tensor.shape)} {total} {places}"
 
 
 def tokenizer_digest(tokenizer: Any | None) -> int:

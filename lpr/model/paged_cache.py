@@ -50,6 +50,10 @@ class PagedCache(KVCache):
         self.layer_tensors: dict[int, Pair] = {}
         """Per layer its keys and values, [rows, heads, dim] each."""
         self._pools: list[Tensor] = []
+        self._fixed: set[int] = set()
+        """Layers whose rows no commit moves."""
+        self._moved: list[Tensor] = []
+        """The pools of all other layers."""
         self._flat: dict[int, tuple[tuple[Tensor, int], tuple[Tensor, int]]] = {}
         """All rows [layers * rows, heads, dim] of what holds a layer's keys and values, and where the layer's begin."""
         self._device_tables: Tensor | None = None
@@ -67,16 +71,20 @@ class PagedCache(KVCache):
         """As KVCache.resized."""
         made = PagedCache(num_slots, rows_per_slot, num_pages, self.page_size)
         made.states = self.states.resized(num_slots + num_snapshots)
+        made._fixed = set(self._fixed)
         groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for layer, pair in self.layer_tensors.items():
             for side, tensor in enumerate(pair):
-                groups.setdefault((side, tensor.shape[1:], tensor.dtype, tensor.device), []).append((layer, side))
+                kind = (layer in made._fixed, side, tensor.shape[1:], tensor.dtype, tensor.device)
+                groups.setdefault(kind, []).append((layer, side))
         places: dict[tuple[int, int], tuple[Tensor, int]] = {}
         rows = made.num_rows
-        for (_, shape, dtype, device), members in groups.items():
+        for (is_fixed, _, shape, dtype, device), members in groups.items():
             # Written now: memory that a CPU takes when it is first used makes the first fills a third slower.
             flat = torch.zeros((len(members) * rows, *shape), dtype=dtype, device=device)
             made._pools.append(flat.unflatten(0, (len(members), rows)))
+            if not is_fixed:
+                made._moved.append(made._pools[-1])
             places.update({member: (flat, index * rows) for index, member in enumerate(members)})
         for layer in self.layer_tensors:
             made._flat[layer] = (places[layer, 0], places[layer, 1])
@@ -89,7 +97,10 @@ class PagedCache(KVCache):
     def _add_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         pair = tuple(new.new_zeros(self.num_rows, new.shape[1], new.shape[3]) for new in (keys, values))
         self.layer_tensors[layer] = (pair[0], pair[1])
-        self._pools.extend(side[None] for side in pair)
+        pools = [side[None] for side in pair]
+        self._pools.extend(pools)
+        if layer not in self._fixed:
+            self._moved.extend(pools)
 
     # Block tables.
 
@@ -265,12 +276,16 @@ class PagedCache(KVCache):
         slots, cached = np.array([(row.slot, row.num_cached) for row in rows], np.int64).T
         self.move(self.cache_rows(slots[moves[0]], cached[moves[0]] + moves[1:]))
 
+    def add_fixed(self, layer: int) -> None:
+        """As KVCache.add_fixed."""
+        self._fixed.add(layer)
+
     def move(self, rows: np.ndarray) -> None:
         """As KVCache.move."""
         if not rows.shape[1]:
             return
         source, target = to_device(rows, self._pools[0].device)
-        for pool in self._pools:
+        for pool in self._moved:
             pool.index_copy_(1, target, pool.index_select(1, source))
 
     def clear_entries(self, row: Row) -> None:

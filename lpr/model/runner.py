@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,14 @@ import torch
 from transformers import PreTrainedModel
 
 from lpr.config import PAGE_SIZE, InputError
+from lpr.core.heads import HeadDraft
 from lpr.model.adapter import Adapter, ShareHeights
 from lpr.model.capture import Capturer, CudaCapturer, uncapturable
 from lpr.model.compiled import CompiledForward
 from lpr.model.forward import EagerForward
 from lpr.model.graphs import MOST_COMMON, GraphForward
+from lpr.model.heads.guesses import Chain, Guesser
+from lpr.model.heads.head import DraftHead
 from lpr.model.inputs import round_up
 from lpr.model.kv_cache import KVCache, free_bytes
 from lpr.model.loader import lack_of_memory
@@ -66,6 +70,12 @@ class TreeModel:
         self.sampler = Sampler(self._shared.part)
         self.compiled: CompiledForward | None = None
         """Captured steps through torch.compile, once `compile` is called."""
+        self.guesser: Guesser | None = None
+        """Runs the model's prediction head, once `use_head` has found that it works."""
+        self.guess_ms = 0.0
+        """Milliseconds of the last guesses."""
+        self.rests = False
+        """True while the head follows the text and guesses nothing."""
         self.cache: KVCache | None = None
         self.forward: EagerForward | None = None
         """The strategy that evaluates steps; chosen by `allocate`."""
@@ -105,6 +115,22 @@ class TreeModel:
     def compile(self, backend: str = "inductor") -> None:
         """Let torch.compile fuse what captured steps do between the matrix products; others are not compiled."""
         self.compiled = CompiledForward(self.adapter, backend)
+
+    def use_head(self, head: DraftHead, like: KVCache) -> None:
+        """Let `head` guess after each step, and `like` have its K/V; raises any error of one that does not fit."""
+        head.set_attention(self.adapter.attention_name)
+        guesser = Guesser(self.adapter, head)
+        guesser.check(like)
+        self.adapter.keep_hidden()
+        self.guesser = guesser
+
+    def guess(self, chains: Sequence[Chain]) -> list[HeadDraft]:
+        """Let the head follow `chains` of the last step's rows, and guess what comes after them."""
+        assert self.guesser is not None and self.forward is not None and self.cache is not None
+        began = time.perf_counter()
+        found = self.guesser.guess(chains, self.forward.hidden, self.cache)
+        self.guess_ms = (time.perf_counter() - began) * 1e3
+        return found
 
     def free_bytes(self, num_sharing: int) -> int | None:
         """Bytes for the cache on this rank's device, which `num_sharing` ranks share; None: unknown."""

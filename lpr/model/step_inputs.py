@@ -173,6 +173,8 @@ class StepInputs:
     there is one block, which has no mask and does not say where keys lie."""
     rows: Sequence[Row] = ()
     """The rows, block after block; recurrent layers read them, and captured steps have none."""
+    hidden: torch.Tensor | None = None
+    """Last hidden states [R, N, H], after the final norm; set by the forward, where a head wants them."""
     cache: Any = None
     """The KVCache of the forward; set by the adapter, as `layer_rules` are."""
     layer_rules: dict[int | None, Any] = field(default_factory=dict)
@@ -200,6 +202,17 @@ class StepInputs:
             return logits[0, logits.shape[1] - sum(self.num_results) :]
         kept = logits.shape[1]
         return torch.cat([logits[i, kept - count :] for i, count in enumerate(self.num_results)])
+
+    def places(self) -> list[tuple[int, int]]:
+        """Per row, the row of [R, N] and the column of its first entry."""
+        length = self.tokens.shape[1]
+        if self.packed:
+            ends = [block.start + block.positions.shape[1] for block in self.blocks]
+            return [(0, end - row.num_entries) for end, row in zip(ends, self.rows, strict=True)]
+        if len(self.rows) > len(self.tokens):  # side by side, at the end of one row
+            counts = [row.num_entries for row in self.rows]
+            return [(0, length - sum(counts[index:])) for index in range(len(counts))]
+        return [(index, length - row.num_entries) for index, row in enumerate(self.rows)]
 
     def hand_out(self, states: torch.Tensor) -> None:
         """Note K or V of the cache, before the model gets them."""

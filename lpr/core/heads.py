@@ -1,0 +1,82 @@
+"""The guesses of a model's multi-token-prediction head for one draft. Twin: native/heads.h.
+
+The head of the rank that evaluated the end of the accepted path guesses what follows the bonus token, before the gather
+in which its guesses travel. They are a small tree. A guess counts at the node of the draft that is reached by its
+tokens, as evidence beside the text's (lpr.core.drafting).
+
+A block of the payload is int32 words, as many for each tree (rule R2): the node that ends the path, the bonus token,
+the number of guesses, and per guess its token and a word with its parent's number above its probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lpr.core import constants
+from lpr.core.tree import Source
+
+NUM_BLOCK_HEADER = 3
+PROBABILITY_STEPS = 65535
+"""A probability travels as a multiple of 1 / PROBABILITY_STEPS."""
+Place = tuple[float, Sequence[int], int, int]
+
+
+def block_words(num_guesses: int) -> int:
+    """Words of a block for up to `num_guesses` guesses; none where no head runs."""
+    return NUM_BLOCK_HEADER + 2 * num_guesses if num_guesses else 0
+
+
+@dataclass
+class HeadDraft:
+    """Guess 0 is the last committed token; guess i > 0 is `tokens[i]` after `parents[i] < i`."""
+
+    tokens: list[int] = field(default_factory=lambda: [-1])
+    parents: list[int] = field(default_factory=lambda: [-1])
+    steps: list[int] = field(default_factory=lambda: [0])
+    """The probability after the parent, in PROBABILITY_STEPS."""
+
+    def add(self, parent: int, token: int, steps: int) -> int:
+        """Add a guess; returns its number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.steps.append(steps)
+        return len(self.tokens) - 1
+
+    def child(self, guess: int, token: int) -> int:
+        """The guess of `token` after `guess`; -1 if there is none."""
+        pairs = zip(self.parents, self.tokens, strict=True)
+        return next((number for number, pair in enumerate(pairs) if pair == (guess, token)), -1)
+
+    def places(self, guess: int, offset: int) -> list[Place]:
+        """The evidence for what follows `guess`: places whose token is read `offset` tokens on, and no further one."""
+        weight = constants.HEAD_WEIGHT / PROBABILITY_STEPS
+        return [
+            (weight * steps, (token,), -offset, int(Source.HEAD))
+            for token, parent, steps in zip(self.tokens, self.parents, self.steps, strict=True)
+            if parent == guess
+        ]
+
+    def pack(self, end: int, bonus: int, num_guesses: int) -> np.ndarray:
+        """The block of a rank that takes `end` for the end of the accepted path and `bonus` for the token after it."""
+        words = np.zeros(block_words(num_guesses), np.int32)
+        count = min(num_guesses, len(self.tokens) - 1)
+        words[:NUM_BLOCK_HEADER] = end, bonus, count
+        pairs = words[NUM_BLOCK_HEADER : NUM_BLOCK_HEADER + 2 * count].reshape(-1, 2)
+        pairs[:, 0] = self.tokens[1 : count + 1]
+        pairs[:, 1] = [self.parents[guess] << 16 | self.steps[guess] for guess in range(1, count + 1)]
+        return words
+
+
+def read_block(block: np.ndarray, end: int, bonus: int) -> HeadDraft | None:
+    """The guesses of a block [words] for a path that ended at node `end` with `bonus`; None if it has none for it."""
+    draft, pairs = HeadDraft(), block[NUM_BLOCK_HEADER:].reshape(-1, 2)
+    if block[0] != end or block[1] != bonus or not 0 < block[2] <= len(pairs):
+        return None
+    for token, word in pairs[: block[2]].tolist():
+        if token < 0 or not 0 <= word >> 16 < len(draft.tokens):
+            return None
+        draft.add(word >> 16, token, word & PROBABILITY_STEPS)
+    return draft

@@ -1,0 +1,181 @@
+"""What a head guesses after a step: it follows the accepted paths, and expands a tree behind each of them.
+
+The head's entry i holds K/V of (h[i], token i+1), in the cache row of token i. So pages, prefixes, hand-over and lost
+ranks are those of the model's own K/V. In a step a rank adds the entries of what it has evaluated and keeps; those of
+guesses lie behind them, and the next step writes over them. A prefix that other requests share keeps one entry of
+another next token, at its end: a guess may suffer, never a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lpr.config import SamplingParams
+from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
+from lpr.model.adapter import Adapter
+from lpr.model.heads.head import DraftHead
+from lpr.model.kv_cache import KVCache
+from lpr.model.sampling.selection import Selection
+from lpr.model.sampling.specification import gumbel
+from lpr.model.step_inputs import Row
+
+NUM_GUESSES = 24
+"""Most guesses after a path."""
+DEPTH, WIDTH, BEAM = 4, 4, 3
+"""Tokens ahead; guesses after one entry; entries of a depth that are followed."""
+NUM_ENTRIES = BEAM * (DEPTH - 1)
+"""Cache rows that guesses need behind a step's path."""
+LEAST = 0.02
+"""A guess of a smaller path probability is left out, and below twice that not followed."""
+NUM_NOISED = 256
+"""Likeliest tokens among which the sampling noise chooses."""
+
+
+@dataclass
+class Chain:
+    """What a rank keeps of a row, and what follows each entry."""
+
+    row: Row
+    entries: Sequence[int]
+    """Of the row, in order."""
+    tokens: Sequence[int]
+    """The token after each of `entries`."""
+    params: SamplingParams | None
+    """Of the request whose next tokens are guessed; None only keeps the entries."""
+
+
+@dataclass
+class _Growing:
+    """The tree of one chain."""
+
+    chain: Chain
+    draft: HeadDraft = field(default_factory=HeadDraft)
+    paths: list[float] = field(default_factory=lambda: [1.0])
+    """Path probability of each guess."""
+    entries: list[int] = field(default_factory=list)
+    """Guesses that the head has followed, parents first."""
+    states: list[Tensor] = field(default_factory=list)
+    """g [H] of the chain's end, then of `entries`."""
+
+    @property
+    def num_cached(self) -> int:
+        return self.chain.row.num_cached + len(self.chain.tokens)
+
+    def row(self) -> Row:
+        """The followed guesses below the chain."""
+        place = {guess: index for index, guess in enumerate(self.entries)}
+        parents = [place.get(self.draft.parents[guess], -1) for guess in self.entries]
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        tokens = [self.draft.tokens[guess] for guess in self.entries]
+        positions = [self.num_cached + depth for depth in depths]
+        return Row(self.chain.row.slot, self.num_cached, tokens, parents, positions, num_results=0)
+
+    def inputs(self) -> Tensor:
+        """The states [n, H] that go in beside the tokens of `row`: those of the parents."""
+        place = {guess: 1 + index for index, guess in enumerate(self.entries)}
+        return torch.stack([self.states[place.get(self.draft.parents[guess], 0)] for guess in self.entries])
+
+
+class Guesser:
+    """Runs a head with the model's embeddings, output head, attention and cache."""
+
+    def __init__(self, adapter: Adapter, head: DraftHead) -> None:
+        """Prepare `head` for the model of `adapter`."""
+        self.adapter, self.head = adapter, head
+        self.embed, self.lm_head = adapter.model.get_input_embeddings(), adapter.model.get_output_embeddings()
+
+    @torch.no_grad()
+    def check(self, like: KVCache) -> None:
+        """Guess after a few tokens in `like`, which gets the head's K/V; raises ValueError for what is no number."""
+        like.add_fixed(self.head.layer)
+        rows = [Row.chain(0, 0, [1, 2, 3, 4], 0)]
+        states = torch.randn(4, self.embed.weight.shape[1], generator=torch.Generator().manual_seed(5))
+        found = self._run(rows, [states.to(self.embed.weight)], like)[0]
+        if not self.lm_head(found).isfinite().all():
+            raise ValueError("its logits are not numbers")
+
+    @torch.no_grad()
+    def guess(self, chains: Sequence[Chain], hidden: dict[int, Tensor], cache: KVCache) -> list[HeadDraft]:
+        """Follow `chains` by the hidden states [entries, H] of the step's rows, by slot; a draft for each chain."""
+        growing = [_Growing(chain) for chain in chains]
+        rows = [Row.chain(each.row.slot, each.row.num_cached, each.tokens, 0) for each in chains]
+        states = self._run(rows, [hidden[each.row.slot][list(each.entries)] for each in chains], cache)
+        for each, state in zip(growing, states, strict=True):
+            each.states = [state[-1]]
+        active = [each for each in growing if each.chain.params is not None]
+        ends = {id(each): [0] for each in active}
+        for depth in range(DEPTH):
+            if not active:
+                break
+            last = [state for each in active for state in each.states[-len(ends[id(each)]) :]]
+            logits = self.lm_head(torch.stack(last))
+            self._add(active, ends, logits, depth)
+            if depth == DEPTH - 1:
+                break
+            ends = {id(each): self._follow(each, ends[id(each)]) for each in active}
+            active = [each for each in active if ends[id(each)]]
+            if not active:
+                break
+            states = self._run([each.row() for each in active], [each.inputs() for each in active], cache)
+            for each, state in zip(active, states, strict=True):
+                each.states = [each.states[0], *state]
+        return [each.draft for each in growing]
+
+    def _run(self, rows: Sequence[Row], hidden: Sequence[Tensor], cache: KVCache) -> list[Tensor]:
+        """g [entries, H] of each row."""
+        if not self.adapter.packed and len(rows) > 1:
+            return [self._run([row], [states], cache)[0] for row, states in zip(rows, hidden, strict=True)]
+        inputs = self.adapter.step_inputs(rows, cache)
+        batch, length = inputs.tokens.shape
+        given = hidden[0].new_zeros(batch, length, hidden[0].shape[-1])
+        places = inputs.places()
+        for (index, begin), states in zip(places, hidden, strict=True):
+            given[index, begin : begin + len(states)] = states
+        self.adapter.bind(inputs, cache)
+        found = self.head.step(self.embed(inputs.tokens), given, inputs)
+        return [found[index, begin : begin + row.num_entries] for (index, begin), row in zip(places, rows, strict=True)]
+
+    def _add(self, active: Sequence[_Growing], ends: dict[int, list[int]], logits: Tensor, depth: int) -> None:
+        """Add the likeliest tokens after each end; `logits` are [ends of all, V]."""
+        params = [(each.chain.params, [each.num_cached + 1 + depth] * len(ends[id(each)])) for each in active]
+        tokens, probabilities = likeliest(logits, Selection.build([(p, q) for p, q in params if p], logits.device))
+        pairs = iter(zip(tokens.tolist(), probabilities.tolist(), strict=True))
+        for each in active:
+            for end in ends[id(each)]:
+                for token, share in zip(*next(pairs), strict=True):
+                    path = each.paths[end] * share
+                    if path >= LEAST and len(each.paths) <= NUM_GUESSES:
+                        each.draft.add(end, token, int(share * PROBABILITY_STEPS))
+                        each.paths.append(path)
+
+    def _follow(self, each: _Growing, ends: Sequence[int]) -> list[int]:
+        """The guesses after `ends` that the head follows, the best ones."""
+        new = [guess for guess, parent in enumerate(each.draft.parents) if parent in ends and guess]
+        best = sorted(new, key=lambda guess: -each.paths[guess])[:BEAM]
+        chosen = sorted(guess for guess in best if each.paths[guess] >= 2 * LEAST)
+        each.entries += chosen
+        return chosen
+
+
+def likeliest(logits: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
+    """The WIDTH likeliest next tokens [n, WIDTH] of `logits` [n, V], and the probability of each to be chosen.
+
+    The sampling noise is known: where q is a token's probability and E its exponential noise, the odds of being chosen
+    are about q / E, among all tokens' (lpr.core.noise_keys).
+    """
+    scores = logits.float().nan_to_num()
+    if not selection.sampled:
+        top, tokens = scores.topk(min(WIDTH, scores.shape[1]))
+        return tokens, (top - scores.logsumexp(-1, keepdim=True)).exp()
+    top, tokens = scores.topk(min(NUM_NOISED, scores.shape[1]))
+    warm = selection.temperature[:, None]
+    noise = gumbel(selection.keys[selection.key_of][:, None], tokens)
+    noised = torch.where(warm > 0, top / torch.where(warm > 0, warm, 1.0) + noise, top)
+    best, places = noised.softmax(-1).topk(min(WIDTH, noised.shape[1]))
+    return tokens.gather(1, places), best

@@ -1,0 +1,54 @@
+"""An MTP layer as a module: one decoder layer of the model's own class, fed with hidden states and embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lpr.model.step_inputs import StepInputs, step_scope
+
+
+class DraftHead(nn.Module):
+    """One MTP layer (lpr.model.heads.forms). Its K/V is layer `layer` of the model's cache, which no model layer is."""
+
+    hidden_first: bool
+    layer: int
+
+    def __init__(
+        self,
+        block: PreTrainedModel,
+        embedding_norm: nn.Module,
+        hidden_norm: nn.Module,
+        join: nn.Module,
+        hidden_first: bool,
+        num_layers: int,
+    ) -> None:
+        """A head whose `block` is the model's decoder with one layer, and without embeddings."""
+        super().__init__()
+        self.block, self.embedding_norm, self.hidden_norm, self.join = block, embedding_norm, hidden_norm, join
+        self.hidden_first, self.layer = hidden_first, num_layers
+        module: Any
+        for module in block.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = num_layers
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, **kwargs: Any) -> Tensor:
+        """g [R, N, H] (lpr.model.heads.forms) of the embeddings and hidden states [R, N, H] of a chain or tree."""
+        parts = [self.embedding_norm(embeddings), self.hidden_norm(hidden)]
+        joined = self.join(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
+        done: Tensor = self.block(inputs_embeds=joined, **kwargs).last_hidden_state
+        return done
+
+    def set_attention(self, name: str) -> None:
+        """Switch to the attention that the model uses."""
+        self.block.set_attn_implementation(name)
+
+    def step(self, embeddings: Tensor, hidden: Tensor, inputs: StepInputs) -> Tensor:
+        """`forward` over the entries of `inputs`, whose K/V goes to its cache."""
+        how = {"position_ids": inputs.positions, "past_key_values": inputs.cache, "use_cache": True}
+        with step_scope(inputs):
+            done: Tensor = self(embeddings, hidden, **how)
+        return done

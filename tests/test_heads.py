@@ -1,0 +1,303 @@
+"""Prediction heads as a draft source: equal ids, guesses that are right, and faults that must show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from fake_graphs import FakeCapturer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from worlds import ThreadComm, ThreadWorld, run_ranks
+
+from dev import families
+from dev.family_table import FAMILIES
+from dev.train_head import batches_of, first_tensors, save, states_of, train
+from lpr import Completion, DecodeConfig, Engine, SamplingParams
+from lpr.config import InputError
+from lpr.core.heads import HeadDraft, read_block
+from lpr.core.tree import Source
+from lpr.engine.options import EngineOptions
+from lpr.engine.pace import FIRST_REST, TRIAL, Pace
+from lpr.model.heads.forms import DEEPSEEK, MIMO, QWEN, Form
+from lpr.model.heads.guesses import Chain, Guesser
+from lpr.model.heads.head import DraftHead
+from lpr.model.heads.read import OWN_FILE, make_head, read_head
+from lpr.model.loader import Loaded, wrap
+from lpr.model.paged_cache import PagedCache
+
+PROMPTS = [[(7 * i + 3 * j * j + j) % 97 for j in range(6 + 20 * (i % 2))] for i in range(4)]
+PARAMS = [SamplingParams(max_new_tokens=40, temperature=0.9 * (i % 2), seed=i) for i in range(len(PROMPTS))]
+DECODE = DecodeConfig(window_size=0, trie_nodes=16, max_batch_size=2, prefill_chunk=8)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    """A tiny model, with a head that has learned a little from its texts."""
+    model = tiny_model(seed=3, spread=0.12)
+    head = make_head(model, DEEPSEEK, first_tensors(model))
+    ids = torch.randint(0, 97, (24, 4), generator=torch.Generator().manual_seed(1))
+    how = {"do_sample": True, "temperature": 0.9, "pad_token_id": 0}
+    torch.manual_seed(0)
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=28, **how)
+    steps = iter(range(31))
+    texts = [(text.tolist(), 4) for text in written]
+    batches = batches_of(model, texts, states_of(model, texts), 8, 32, 0)
+    train(model, head, batches, lambda: next(steps) / 30, 3e-3)
+    return replace(wrap(model, None), head=head)
+
+
+@pytest.fixture(scope="module")
+def plain(loaded: Loaded) -> list[list[int]]:
+    engine = Engine(loaded, DecodeConfig.autoregressive())
+    return [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
+
+
+def ids(completions: Sequence[Completion]) -> list[list[int]]:
+    return [each.token_ids for each in completions]
+
+
+def accepted(completions: Sequence[Completion]) -> int:
+    return sum(each.stats.sources["head"].accepted for each in completions if "head" in each.stats.sources)
+
+
+def num_steps(completions: Sequence[Completion]) -> int:
+    return sum(each.stats.num_steps for each in completions)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_ids_are_those_of_plain_decoding_and_guesses_are_accepted(
+    loaded: Loaded, plain: list[list[int]], attention: str
+) -> None:
+    engine = Engine(loaded, DECODE, EngineOptions(attention=attention))
+    with_head = engine.generate(PROMPTS, PARAMS)
+    assert ids(with_head) == plain
+    engine.configure(replace(DECODE, draft_heads="off"))
+    without = engine.generate(PROMPTS, PARAMS)
+    assert ids(without) == plain and accepted(without) == 0
+    assert accepted(with_head) > 30 and num_steps(with_head) < num_steps(without)
+
+
+@pytest.mark.parametrize("decode", [DECODE, replace(DECODE, home_ranks=0), DecodeConfig(window_size=3, trie_nodes=16)])
+def test_two_ranks(loaded: Loaded, plain: list[list[int]], decode: DecodeConfig) -> None:
+    def program(comm: ThreadComm) -> list[Completion]:
+        return Engine(loaded, decode, comm=comm).generate(PROMPTS, PARAMS)
+
+    for completions in run_ranks(ThreadWorld(2), program):
+        assert ids(completions) == plain and accepted(completions) > 20
+
+
+@pytest.fixture
+def guessed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Chain, HeadDraft]]:
+    """All chains and what was guessed after them."""
+    found: list[tuple[Chain, HeadDraft]] = []
+    guess = Guesser.guess
+
+    def recorded(self: Guesser, chains: Sequence[Chain], *rest: Any) -> list[HeadDraft]:
+        drafts = guess(self, chains, *rest)
+        found.extend(zip(chains, drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(Guesser, "guess", recorded)
+    return found
+
+
+def check_from_scratch(
+    loaded: Loaded, text: list[int], guessed: Sequence[tuple[Chain, HeadDraft]], fewest: int = 8
+) -> None:
+    """What a greedy request's head guesses follows from its text alone, however steps have cut it."""
+    assert loaded.head is not None
+    assert len([chain for chain, _ in guessed if chain.params]) >= fewest
+    for chain, draft in guessed:
+        if chain.params is None:
+            continue
+        known = torch.tensor([text[: chain.row.num_cached + len(chain.tokens) + 1]])
+        with torch.no_grad():
+            hidden = loaded.model.get_decoder()(input_ids=known[:, :-1]).last_hidden_state
+            how = {"position_ids": torch.arange(hidden.shape[1])[None], "use_cache": False}
+            state = loaded.head(loaded.model.get_input_embeddings()(known[:, 1:]), hidden, **how)
+            share = loaded.model.lm_head(state[0, -1]).softmax(-1).topk(2)
+        assert draft.tokens[1:3] == share.indices.tolist()
+        assert [each / 65535 for each in draft.steps[1:3]] == pytest.approx(share.values.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_guesses_follow_from_the_text_alone(
+    loaded: Loaded, guessed: list[tuple[Chain, HeadDraft]], attention: str
+) -> None:
+    engine = Engine(loaded, DECODE, EngineOptions(attention=attention))
+    guessed.clear()
+    done = engine.generate(PROMPTS[1:2], PARAMS[:1])
+    check_from_scratch(loaded, PROMPTS[1] + done[0].token_ids, guessed)
+    guessed.clear()
+    again = engine.generate(PROMPTS[1:2], PARAMS[:1])  # the prompt's pages are found
+    assert ids(again) == ids(done)
+    check_from_scratch(loaded, PROMPTS[1] + again[0].token_ids, guessed, fewest=2)
+
+
+def test_captured_steps_hand_out_their_hidden_states(
+    loaded: Loaded, plain: list[list[int]], guessed: list[tuple[Chain, HeadDraft]]
+) -> None:
+    engine = Engine(loaded, replace(DECODE, prefill_chunk=64), EngineOptions(attention="sdpa"))
+    engine.model.adapter.packed = False
+    engine.model.capturer = capturer = FakeCapturer()
+    engine.configure(engine.decode)
+    assert ids(engine.generate(PROMPTS, PARAMS)) == plain and capturer.num_replays > 20
+    guessed.clear()
+    done = engine.generate(PROMPTS[1:2], PARAMS[:1])
+    check_from_scratch(loaded, PROMPTS[1] + done[0].token_ids, guessed)
+
+
+def wrong_position(patch: pytest.MonkeyPatch) -> None:
+    step = DraftHead.step
+
+    def mutant(self: DraftHead, embeddings: torch.Tensor, hidden: torch.Tensor, inputs: Any) -> torch.Tensor:
+        inputs.positions += torch.arange(inputs.positions.shape[1])
+        return step(self, embeddings, hidden, inputs)
+
+    patch.setattr(DraftHead, "step", mutant)
+
+
+def rows_that_a_commit_moves(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PagedCache, "add_fixed", lambda self, layer: None)
+
+
+def hidden_state_of_the_next_token(patch: pytest.MonkeyPatch) -> None:
+    forward = DraftHead.forward
+
+    def mutant(self: DraftHead, embeddings: torch.Tensor, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        shifted = hidden.roll(1, 1) if "past_key_values" in kwargs else hidden
+        return forward(self, embeddings, shifted, **kwargs)
+
+    patch.setattr(DraftHead, "forward", mutant)
+
+
+@pytest.mark.parametrize("fault", [wrong_position, rows_that_a_commit_moves, hidden_state_of_the_next_token])
+def test_a_head_that_goes_wrong_is_noticed(
+    loaded: Loaded, guessed: list[tuple[Chain, HeadDraft]], monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    fault(monkeypatch)
+    done = Engine(loaded, DECODE).generate(PROMPTS[1:2], PARAMS[:1])
+    with pytest.raises(AssertionError):
+        check_from_scratch(loaded, PROMPTS[1] + done[0].token_ids, guessed)
+
+
+def test_a_head_that_writes_into_the_models_own_cache_is_noticed(
+    loaded: Loaded, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = PagedCache.update
+
+    def mutant(
+        self: PagedCache, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        return update(self, keys, values, 1 if layer == 2 else layer, *args, **kwargs)
+
+    monkeypatch.setattr(PagedCache, "update", mutant)
+    assert ids(Engine(loaded, DECODE).generate(PROMPTS, PARAMS)) != plain
+
+
+def test_a_block_holds_for_its_path_alone() -> None:
+    draft = HeadDraft()
+    first = draft.add(0, 7, 40000)
+    draft.add(first, 8, 3)
+    block = draft.pack(5, 6, 4)
+    assert read_block(block, 5, 6) == draft
+    assert read_block(block, 4, 6) is None and read_block(block, 5, 7) is None
+    block[4] = 9 << 16  # a parent that comes later
+    assert read_block(block, 5, 6) is None
+
+
+def checkpoint_with_head(folder: Path, model_type: str, form: Form) -> None:
+    """A random checkpoint whose last layer has the names of an MTP layer."""
+    config = families.tiny_config(next(each for each in FAMILIES if each.model_type == model_type))
+    num_layers, size = config.num_hidden_layers, config.hidden_size
+    for name, last in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if getattr(config, name, None):
+            setattr(config, name, [*getattr(config, name), last])
+    config.num_hidden_layers += 1
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name and weight.dim() > 1:
+                weight.normal_(0, 0.12)
+    model.save_pretrained(folder)
+    last, prefix = f"model.layers.{num_layers}.", form.prefix.format(num_layers)
+    tensors = {
+        key.replace(last, prefix + form.layer): each for key, each in load_file(folder / "model.safetensors").items()
+    }
+    norms = [prefix + name for name in (form.embedding_norm, form.hidden_norm, form.final_norm)]
+    weight = tensors["model.norm.weight"]
+    tensors |= {f"{name}.weight": weight.clone() for name in norms}
+    tensors |= {f"{prefix}{name}weight": torch.ones(1) for name in form.copies if name != "layers.1."}
+    tensors[f"{prefix}{form.join}.weight"] = torch.randn(size, 2 * size) / 8
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads((folder / "config.json").read_text())
+    changed = {name: written[name][:num_layers] for name in ("layer_types", "mlp_layer_types") if written.get(name)}
+    (folder / "config.json").write_text(json.dumps(written | changed | {"num_hidden_layers": num_layers}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "form"), [("deepseek_v3", DEEPSEEK), ("glm4_moe", DEEPSEEK), ("qwen3_next", QWEN), ("qwen2", MIMO)]
+)
+def test_checkpoints_of_families_that_have_heads(tmp_path: Path, model_type: str, form: Form) -> None:
+    checkpoint_with_head(tmp_path, model_type, form)
+    decode = DecodeConfig(window_size=0, trie_nodes=16, max_batch_size=2, max_length=96)
+    engine = Engine.from_pretrained(str(tmp_path), decode=decode, dtype="float32")
+    params = [replace(each, max_new_tokens=20) for each in PARAMS[:2]]
+    done = engine.generate(PROMPTS[:2], params)
+    assert all(each.stats.sources["head"].drafted for each in done)
+    engine.configure(DecodeConfig.autoregressive(max_batch_size=2, max_length=96))
+    assert ids(done) == ids(engine.generate(PROMPTS[:2], params))
+
+
+def test_a_head_beside_a_checkpoint(loaded: Loaded, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert loaded.head is not None
+    loaded.model.save_pretrained(tmp_path)
+    assert read_head(str(tmp_path), loaded.model) is None
+    save(loaded.head, tmp_path / OWN_FILE, torch.float32)
+    found = read_head(str(tmp_path), loaded.model)
+    assert found is not None
+    for name, weight in loaded.head.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name
+    off = Engine.from_pretrained(str(tmp_path), decode=DecodeConfig(draft_heads="off"), dtype="float32")
+    assert off.model.guesser is None and off.sizes.num_guesses == 0
+    tensors = load_file(tmp_path / OWN_FILE)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / OWN_FILE)
+    assert read_head(str(tmp_path), loaded.model) is None
+    assert "mlp.up_proj.weight" in caplog.text
+
+
+def test_a_wrong_choice_is_named() -> None:
+    with pytest.raises(InputError, match="draft_heads='on' must be auto or off"):
+        DecodeConfig(draft_heads="on")  # type: ignore[arg-type]
+
+
+def test_a_head_rests_where_it_earns_less_than_it_costs() -> None:
+    def outcome(source: Source) -> Any:
+        tree = SimpleNamespace(sources=[Source.ROOT, source])
+        return SimpleNamespace(concluded=SimpleNamespace(tree=tree, path=[0, 1], emitted=[5, 6]))
+
+    def steps_until(rests: bool) -> int:
+        for step in range(1, 1000):
+            pace.observe([outcome(Source.TRIE)], 10.0, 4.0)
+            if pace.rests is rests:
+                return step
+        raise AssertionError
+
+    pace = Pace()
+    for _ in range(2 * TRIAL):
+        pace.observe([outcome(Source.HEAD)], 10.0, 4.0)  # half of the tokens for four tenths of the time
+    assert not pace.rests
+    assert steps_until(True) < TRIAL
+    assert steps_until(False) == FIRST_REST
+    assert steps_until(True) == TRIAL
+    assert steps_until(False) == 2 * FIRST_REST
