@@ -21,7 +21,6 @@ import json
 import re
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,19 +35,18 @@ from rich.console import Console
 
 import lpr.native
 from benchmarks.common import RESULTS, Flag, circumstances, read_options, reason, write_json
-from benchmarks.gpu import kernels, models, parts
-from benchmarks.processes.launch import LAUNCHER, execute
-from lpr import DecodeConfig, InputError, SamplingParams
-from lpr.dist.runtime import World, join, leave
+from benchmarks.gpu import kernels, models, parts, several
+from lpr import InputError
+from lpr.dist.runtime import World, leave
 from tests.prompts import PROMPTS
 
 BUDGETS = {
     "environment": 5, "bandwidth": 5, "build": 35, "t(n)": 75, "default": 150, "end_to_end:codellama-7b": 40,
     "profile": 10, "transformers": 15, "kernels": 30, "correctness": 30, "exact": 35, "sampling": 20, "end_to_end": 20,
-    "host_share": 10, "ranks": 40, "hybrid": 40, "attention": 45, "compiled:transformers": 75,
+    "host_share": 10, "ranks": 40, "killed": 90, "hybrid": 40, "attention": 45, "compiled:transformers": 75,
 }  # fmt: skip
 """Seconds of a section on a GPU, by its name or the part before a colon: estimates for an H100. On one GPU the sections
-up to `host_share` fit in 8 minutes; the others take the remaining time."""
+up to `host_share` fit in 8 minutes; those of several GPUs have 8 more; the others take the remaining time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,8 @@ class GpuCheckOptions:
 
     minutes: float = 8.0
     """Begin no section after this time."""
+    several_minutes: float = 8.0
+    """Minutes more where there are several GPUs."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Device."""
     tiny: Flag = False
@@ -116,6 +116,10 @@ class Report:
     def seconds_left(self) -> float:
         """Seconds until no section may begin."""
         return self.deadline - time.perf_counter()
+
+    def extend(self, minutes: float) -> None:
+        """Give the sections to come more time."""
+        self.deadline += 60 * minutes
 
     def budget(self, name: str) -> float | None:
         """Seconds of a section; None means no limit."""
@@ -187,53 +191,6 @@ def environment() -> dict[str, Any]:
     return found
 
 
-def ranks(
-    num_ranks: int, sizes: parts.Sizes, expected: dict[str, Any] | None, seconds: float, tp: int = 1
-) -> dict[str, Any]:
-    """Ids of several ranks against those of plain decoding: by NCCL with a GPU each, by gloo where they share one."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "ids.json"
-        worker = ["-m", "benchmarks.gpu_check", "--worker", str(target), "--device", sizes.device.type, "--tp", str(tp)]
-        began = time.perf_counter()
-        tiny = ["--tiny"] if "tiny" in sizes.models else []
-        execute([*LAUNCHER, f"--nproc_per_node={num_ranks}", *worker, *tiny], seconds)
-        record = json.loads(target.read_text())
-    record["seconds_with_start"] = round(time.perf_counter() - began, 2)
-    found = record.pop("ids")
-    if expected is not None:
-        record["equal_to_cpu"] = {
-            name: sum(mine == theirs for mine, theirs in zip(found[name], expected[name], strict=True))
-            for name in found
-        }
-    return record
-
-
-def work_as_rank(target: Path, sizes: parts.Sizes, tp: int) -> int:
-    """The program of each process of `ranks`: completes all prompts with the bundled model; rank 0 writes the ids."""
-    world = World.from_environment()
-    device = world.device(sizes.device.type)
-    with join(world, device, 120.0, tp) as comm:
-        decode = DecodeConfig(window_size=5, trie_nodes=32, max_batch_size=4)
-        engine = parts.bundled(decode, torch.device(device or "cpu"), comm=comm, dtype="float32")
-        tokens = sizes.max_new_tokens
-        sampled = SamplingParams(max_new_tokens=tokens, temperature=0.8, top_p=0.95, seed=7)
-        kinds = {"greedy": SamplingParams(max_new_tokens=tokens), "seeded": sampled}
-        began, ids, steps = time.perf_counter(), {}, {}
-        for name, params in kinds.items():
-            done = engine.generate(PROMPTS[: sizes.num_prompts], params)
-            ids[name] = [each.token_ids for each in done]
-            steps[name] = sum(each.stats.num_steps for each in done)
-        if comm.rank == 0:
-            record = {"ids": ids, "steps": steps, "prompts": sizes.num_prompts, "num_ranks": comm.size}
-            record["seconds"] = round(time.perf_counter() - began, 2)
-            record["graph_reason"] = engine.model.graph_reason
-            record["captured"] = engine.model.num_captures
-            record["mesh"] = f"lp {comm.size} x tp {comm.tp_size}"
-            target.write_text(json.dumps(record))
-        engine.close()
-    return 0
-
-
 def write_table(folder: Path, gpu: str, name: str, times: dict[str, Any], sizes: parts.Sizes) -> dict[str, Any]:
     """The step times of a model as a table, also written to a file of its own."""
     form = "graphs" if any(row["form"] == "graphs" for row in times["rows"]) else "eager"
@@ -275,8 +232,24 @@ def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: floa
         report.run(f"transformers:{name}", lambda: models.stock_rates(held["model"], sizes, compiled=False))
 
 
-def check(report: Report, sizes: parts.Sizes) -> None:
-    """All sections: what compiles and agrees, then a 7B model's steps, then the rest."""
+def several_gpus(
+    report: Report, sizes: parts.Sizes, expected: dict[str, Any] | None, num_gpus: int, minutes: float
+) -> None:
+    """The second part: all GPUs as one mesh, then fewer, then tensor parallel, with the gather's times; a lost rank."""
+    if num_gpus < 2:  # ranks that share a GPU tell nothing of several
+        return
+    report.extend(minutes)
+    counts = [count for count in (8, 4, 2, 1) if count <= num_gpus and (count > 1 or num_gpus > 2)]
+    for count in counts:
+        report.run(f"ranks:{count}", partial(several.ranks, count, sizes, expected, 100.0))
+    report.run(f"killed:{counts[0]}", partial(several.killed, counts[0], sizes, 120.0))
+    for tp in counts if sizes.device.type == "cuda" else ():
+        if tp > 1:
+            report.run(f"ranks:tp {tp}", partial(several.ranks, tp, sizes, expected, 100.0, tp))
+
+
+def check(report: Report, sizes: parts.Sizes, several_minutes: float = 8.0) -> None:
+    """All sections: what compiles and agrees, then a 7B model's steps, then several GPUs, then the rest."""
     prompts = PROMPTS[: sizes.num_prompts]
     on_gpu = sizes.device.type == "cuda"
     report.run("environment", environment)
@@ -291,14 +264,7 @@ def check(report: Report, sizes: parts.Sizes) -> None:
     report.run("sampling", lambda: kernels.choices(sizes))
     report.run("end_to_end", lambda: parts.end_to_end(sizes, prompts))
     report.run("host_share", lambda: parts.host_share(sizes, prompts[-1]))
-    num_gpus = torch.cuda.device_count() if on_gpu else 0
-    for count in (2, 4, 8):
-        if count > num_gpus and (on_gpu or count > 2):
-            continue
-        report.run(f"ranks:{count}", partial(ranks, count, sizes, expected, 100.0))
-    for tp in (2, 4, 8):
-        if tp <= num_gpus:
-            report.run(f"ranks:tp {tp}", partial(ranks, tp, sizes, expected, 100.0, tp))
+    several_gpus(report, sizes, expected, torch.cuda.device_count() if on_gpu else 2, several_minutes)
     for name in names[1:][::-1]:  # the largest first
         large_model(report, name, sizes, bytes_per_s)
     report.run("hybrid", lambda: models.hybrid_step(sizes))
@@ -326,10 +292,10 @@ def main() -> int:
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     sizes = parts.Sizes.tiny(device) if options.tiny else parts.Sizes.real(device)
     if options.worker is not None:
-        return work_as_rank(options.worker, sizes, options.tp)
+        return several.work_as_rank(options.worker, sizes, options.tp)
     budgets = BUDGETS if device.type == "cuda" else {}
     report = Report(options.output, options.minutes, options.sections, budgets)
-    check(report, sizes)
+    check(report, sizes, options.several_minutes)
     record = report.write()
     named = {name: names for name, names in record.items() if name.endswith("_sections")}
     print(json.dumps({"output": report.path.name, **named}))

@@ -17,12 +17,16 @@ from lpr.model.inputs import Row
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from lpr.model.step_inputs import current_step
 
 __all__ = ["gpu", "guard"]
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [7, 8, 9] * 5]
 PARAMS = [SamplingParams(max_new_tokens=10, temperature=0.9 * i, seed=i) for i in range(2)]
 DECODE = DecodeConfig(window_size=4, trie_nodes=12, max_batch_size=2)
+
+ROOM = (2 << 30) + (48 << 20), 4 << 30
+"""Free and whole memory of a GPU that another engine is on already."""
 
 
 def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
@@ -42,6 +46,7 @@ def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
     assert plain.model.attention == "triton" and plain.model.exact
     expected = [each.token_ids for each in plain.generate(PROMPTS, PARAMS)]
     monkeypatch.setattr(nn.Linear, "forward", counted)
+    gpu.memory = ROOM
     engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, exact=True)
     graphs = engine.model.graphs
     assert graphs is not None and {shape.num_entries % 64 for shape in graphs.common_shapes(8)} == {0}
@@ -68,6 +73,37 @@ def test_products_that_depend_on_the_height_are_found(gpu: PretendGpu, monkeypat
     monkeypatch.setattr(check, "pin_heights", lambda model: None)
     with pytest.raises(InputError, match="cannot be exact: its logits are other bits in a step of many tokens"):
         self_check(TreeModel(to_gpu(tiny_model().bfloat16()), exact=True, attention="triton"))
+
+
+def replays_that_round_otherwise(patch: pytest.MonkeyPatch, rows: int) -> None:
+    """A library that takes another kernel in a capture of so many rows."""
+    multiply = nn.Linear.forward
+
+    def mutant(self: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        step = current_step()
+        is_it = step is not None and step.tokens.numel() == rows and torch.cuda.is_current_stream_capturing()
+        return multiply(self, states) * (1 + 2**-7 * is_it)
+
+    patch.setattr(nn.Linear, "forward", mutant)
+
+
+@pytest.mark.parametrize("rows", [0, 64, 256])
+def test_replays_are_compared_with_direct_steps_at_every_height(
+    rows: int, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At load: where one height differs, steps go on without graphs, with the ids of plain decoding."""
+    model = tiny_model(spread=0.12, num_hidden_layers=1).to(torch.bfloat16)
+    expected = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, exact=True, graphs=False)
+    replays_that_round_otherwise(monkeypatch, rows)
+    gpu.memory = ROOM
+    engine = Engine.from_model(to_gpu(model), decode=DECODE, exact=True)
+    reason, replays = engine.model.graph_reason, gpu.num_replays
+    assert reason == (f"a replay of {rows} rows gives other bits than a direct step" if rows else None)
+    assert engine.model.graphs is not None
+    heights = {shape.batch * shape.num_entries for shape in engine.model.graphs.common_shapes(8)}
+    assert heights == {64, 128, 256} and (rows or replays >= len(heights))
+    found = [[each.token_ids for each in it.generate(PROMPTS, PARAMS)] for it in (engine, expected)]
+    assert found[0] == found[1] and (gpu.num_replays > replays) == (not rows)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,13 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny_model
 from pretend_gpu import CUDA, OnGpu, PretendGpu, gpu, guard, to_gpu
+from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks import gpu_check
-from benchmarks.gpu import kernels, models
+from benchmarks.gpu import bare, kernels, models, several
 from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu_check import Report
+from benchmarks.processes.launch import RunFailedError
 from benchmarks.report.times import step_times
+from lpr import bundled_model
 from lpr.core.step_times import StepTimes
 from lpr.model import loader
 
@@ -26,7 +31,14 @@ __all__ = ["gpu", "guard"]
 ROOT = Path(__file__).parent.parent
 SECTIONS = [
     "environment", "bandwidth", "build:tiny", "t(n):tiny", "end_to_end:tiny", "profile:tiny", "transformers:tiny",
-    "kernels", "correctness", "exact", "sampling", "end_to_end", "host_share", "ranks:2", "hybrid",
+    "kernels", "correctness", "exact", "sampling", "end_to_end", "host_share", "ranks:2", "killed:2", "hybrid",
+]  # fmt: skip
+
+
+ON_ONE_GPU = [
+    "environment", "bandwidth", "build:tiny", "t(n):tiny", "default:tiny", "end_to_end:tiny", "profile:tiny",
+    "transformers:tiny", "kernels", "correctness", "sampling", "end_to_end", "host_share",
+    "attention", "compiled:transformers",
 ]  # fmt: skip
 
 
@@ -36,14 +48,28 @@ def run(monkeypatch: pytest.MonkeyPatch, target: Path, *more: str) -> int:
     return gpu_check.main()
 
 
+def completed(command: list[str], target: Path | None, *_: Any) -> int:
+    """Stands for a job of ranks that survive, of which one was killed."""
+    assert command[command.index("--lp") + 1] == "2" and "--survive" in command
+    output = Path(command[command.index("--output") + 1])
+    output.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3]}\n')
+    return int(target is not None)
+
+
 def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "gpu_check.json"
+    monkeypatch.setattr(several, "run_and_kill", completed)
     assert run(monkeypatch, target) == 0
     record = json.loads(target.read_text())
     assert list(record["sections"]) == SECTIONS and record["failed_sections"] == []
     correct = record["sections"]["correctness"]
     assert correct["eager"]["equal_to_cpu"] == correct["graphs_equal_to_eager"] == {"greedy": 2, "seeded": 2}
     assert record["sections"]["ranks:2"]["equal_to_cpu"] == {"greedy": 2, "seeded": 2}
+    assert set(record["sections"]["ranks:2"]["gather_us"]) == {"64", "1024", "16384"}
+    assert record["sections"]["killed:2"] | {"seconds": 0} == {
+        "num_ranks": 2, "prompts": 2, "killed": 1, "same_ids": 2, "seconds": 0,
+        "seconds without a loss": 0.0, "seconds with a loss": 0.0,
+    }  # fmt: skip
     assert record["sections"]["build:tiny"]["self_check"] == "passed"
     assert record["sections"]["end_to_end:tiny"]["same_text"] == {"greedy": True, "sampled": True}
     assert record["sections"]["sampling"]["different"] == 0
@@ -113,8 +139,13 @@ def test_the_plan_fits_eight_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     gpu_check.check(report, gpu_parts.Sizes.real(torch.device("cuda")))
     assert began[:5] == ["environment", "bandwidth", "build:codellama-7b", "t(n):codellama-7b", "default:codellama-7b"]
     assert {"sampling", "exact", "ranks:2", "ranks:8", "ranks:tp 2", "ranks:tp 8", "attention"} < set(began)
-    first = began[: began.index("ranks:2")]
-    assert sum(report.budget(name) or 0.0 for name in first) <= 8 * 60
+    first, last = began.index("ranks:8"), began.index("ranks:tp 2")
+    assert began[first : last + 1] == [
+        "ranks:8", "ranks:4", "ranks:2", "ranks:1", "killed:8", "ranks:tp 8", "ranks:tp 4", "ranks:tp 2"
+    ]  # fmt: skip
+    assert sum(report.budget(name) or 0.0 for name in began[:first]) <= 8 * 60
+    assert sum(report.budget(name) or 0.0 for name in began[first : last + 1]) <= 8 * 60
+    assert 15.9 * 60 < report.seconds_left < 16 * 60
     num_gpus = 1
     began.clear()
     gpu_check.check(report, gpu_parts.Sizes.real(torch.device("cuda")))
@@ -140,8 +171,22 @@ def test_a_section_that_is_cut_off_keeps_what_it_has_measured(tmp_path: Path) ->
     assert record["rows"] == [0, 1, 2] and "unfinished" not in record and record["cut"]
 
 
+@pytest.fixture(scope="module")
+def small_bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the bundled one's tokenizer, of one layer."""
+    folder = tmp_path_factory.mktemp("bundled")
+    config: Any = AutoConfig.from_pretrained(bundled_model())
+    small = tiny_model(
+        vocab_size=config.vocab_size, num_hidden_layers=1, max_position_embeddings=1024,
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
+    )  # fmt: skip
+    small.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(bundled_model()).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def loaded_there(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
+def loaded_there(gpu: PretendGpu, small_bundled: Path, monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
     """Models come to the pretend GPU where they would come to a real one."""
 
     def there(model: Any) -> Any:
@@ -156,9 +201,13 @@ def loaded_there(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> PretendGpu
 
     make = models.random_model
     on_cpu = gpu_parts.Sizes.tiny(torch.device("cpu"))
+    gpu.memory = 80 << 30, 84 << 30
+    # An engine takes what it is told of, and here it is the host's.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: ((2 << 30) + (48 << 20), 4 << 30))
     monkeypatch.setattr(loader, "_read_to", read_there)
     monkeypatch.setattr(torch.nn.Module, "to", moved)
     monkeypatch.setattr(models, "random_model", lambda shape, sizes: there(make(shape, on_cpu)))
+    monkeypatch.setattr(gpu_parts, "bundled_model", lambda: str(small_bundled))
     monkeypatch.setattr("lpr.model.graphs.MOST_COMMON", 3)
     monkeypatch.setattr(kernels, "VOCABULARIES", (500,))
     monkeypatch.setattr(kernels, "ATTENTION_GRID", ((1, 4), (64,)))
@@ -168,25 +217,76 @@ def loaded_there(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> PretendGpu
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) -> None:
-    """As on one GPU, but for sizes: within its budgets, and each section with its rows.
+    """As on one GPU, but for sizes: within its budgets, each section with its rows, and the report reads the file.
 
-    Those with whole engines of the bundled model take a minute here; they run on a CPU above.
+    A machine of the tests may be slower than a GPU. `exact` and `hybrid` take a minute here, and run on a CPU above.
     """
-    only = ("environment", "bandwidth", "build", "t(n)", "default", "kernels", "sampling", "attention")
-    report = Report(tmp_path / "out.json", 8.0, only, gpu_check.BUDGETS)
+    target = tmp_path / "gpu_check.json"
+    only = tuple(dict.fromkeys(name.split(":")[0] for name in ON_ONE_GPU))
+    report = Report(target, 60.0, only, {name: 5 * seconds for name, seconds in gpu_check.BUDGETS.items()})
     gpu_check.check(report, gpu_parts.Sizes.tiny(CUDA))
     record = report.write()
     assert not record["failed_sections"] + record["cut_sections"] + record["skipped_sections"], record["sections"]
-    assert list(record["sections"])[:5] == ["environment", "bandwidth", "build:tiny", "t(n):tiny", "default:tiny"]
-    assert record["total_seconds"] < 60
+    assert list(record["sections"]) == ON_ONE_GPU and record["total_seconds"] < 8 * 60
     times = record["sections"]["t(n):tiny"]
     assert [(row["form"], row["kv"]) for row in times["rows"]] == [
         ("graphs", 32), ("eager", 32), ("graphs", 64), ("eager", 64)
     ]  # fmt: skip
     assert times["chains"][0]["nodes"] == [2, 8] and times["graphs"]["reason"] is None
     assert all(times["replay_equals_program"].values())
-    [part] = step_times(record)
-    assert part.table.rows
+    assert record["sections"]["correctness"]["graphs_equal_to_eager"] == {"greedy": 2, "seeded": 2}
+    assert json.loads(target.read_text())["sections"] == json.loads(json.dumps(record["sections"]))
+    [part] = step_times(json.loads(target.read_text()))
+    assert len(part.table.rows) == 2
+
+
+PARENT = """
+import pathlib, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+pathlib.Path(sys.argv[1]).write_text("a line")
+assert child.wait() == -9
+"""
+
+
+def test_a_rank_is_killed_once_there_is_a_line(tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    assert several.run_and_kill([sys.executable, "-c", PARENT, str(target)], target, 60.0, tmp_path) == 1
+    with pytest.raises(RunFailedError, match="exit code 3"):
+        several.run_and_kill([sys.executable, "-c", "raise SystemExit(3)"], None, 60.0, tmp_path)
+    with pytest.raises(RunFailedError, match="did not end within 0"):
+        several.run_and_kill([sys.executable, "-c", "import time; time.sleep(60)"], None, 0.2, tmp_path)
+
+
+# A bare machine.
+
+
+def missing(patch: pytest.MonkeyPatch, *names: str) -> list[tuple[str, ...]]:
+    """Modules that are not there, and what is run for them."""
+    find, ran = importlib.util.find_spec, list[tuple[str, ...]]()
+    patch.setattr(bare.importlib.util, "find_spec", lambda name: None if name in names else find(name))
+
+    def run(*words: str) -> bool:
+        ran.append(words)
+        return "is_native" not in words[-1] and "nowhere" not in words
+
+    patch.setattr(bare, "run", run)
+    return ran
+
+
+def test_a_bare_machine_is_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """What is missing comes from the collected wheels, without a network, and the extension is built."""
+    ran = missing(monkeypatch, "msgspec", "tyro")
+    monkeypatch.setattr(bare, "WHEELS", tmp_path)
+    assert bare.main(collects=False) == 0
+    install = ("-m", "pip", "install", "-q", "--no-index", "--find-links", str(tmp_path))
+    assert ran[:2] == [(*install, "msgspec"), (*install, "tyro")]
+    assert ran[3] == ("setup.py", "build_ext", "--inplace") and ran[4] == ("-c", "import benchmarks.gpu_check")
+    assert capsys.readouterr().out.splitlines() == ["msgspec: installed", "tyro: installed", "extension: built"]
+    ran.clear()
+    assert bare.main(collects=True) == 0
+    download = ("-m", "pip", "download", "-q", "-d", str(tmp_path))
+    assert ran == [(*download, *bare.WITHOUT_TORCH), (*download, "--no-deps", "accelerate")]
+    assert {*bare.NEEDED} <= {"torch", "triton", "accelerate", *bare.WITHOUT_TORCH}
 
 
 def test_no_section_begins_after_the_time_is_up(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ from lpr.dist import runtime
 from lpr.dist.rendezvous import Member, Rendezvous
 from lpr.dist.runtime import World, memory_of, sharing
 from lpr.engine.exchange import Exchange
-from lpr.model import loader
-from lpr.model.attention import tree_attention
+from lpr.model import attention, loader
 from lpr.model.capture import Capturer, uncapturable
 from lpr.model.graphs import MAX_GRAPHS, MOST_COMMON, GraphForward
 from lpr.model.inputs import Row, build_inputs
@@ -299,10 +298,22 @@ def test_a_compilers_error_is_no_runtime_error_and_sdpa_takes_over(
     assert runner.attention == "sdpa" and "using 'sdpa': ptxas is missing" in caplog.text
 
 
-def test_soft_capped_scores_stay_within_float16() -> None:
-    """The product of a query and a key of 256 dimensions exceeds 65504 where the scaled one does not."""
+@pytest.mark.parametrize("scaled_after", [False, True])
+def test_soft_capped_scores_stay_within_float16(scaled_after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product of a query and a key of 256 dimensions exceeds 65504 where the scaled one does not.
+
+    Scaled afterwards, the defect, both scores are infinite, and neither key is preferred.
+    """
+    if scaled_after:
+        with_extras = attention._attend_with_extras
+
+        def mutant(query: Any, key: Any, value: Any, mask: Any, scoring: Any) -> Any:
+            cap = scoring.softcap / scoring.scale
+            return with_extras(query, key, value, mask, scoring._replace(scale=1.0, softcap=cap))
+
+        monkeypatch.setattr(attention, "_attend_with_extras", mutant)
     query, key = torch.full((1, 1, 1, 256), 20.0).half(), torch.full((1, 1, 2, 256), 20.0).half()
+    key[:, :, 1] = 18.0
     value = torch.tensor([1.0, 3.0]).half()[None, None, :, None].expand(1, 1, 2, 256)
-    assert torch.isinf((query @ key.transpose(-1, -2)).max()), "unscaled"
-    found, _ = tree_attention(None, query, key, value, None, scaling=256**-0.5, softcap=50.0)  # type: ignore[arg-type]
-    assert torch.equal(found, torch.full_like(found, 2.0))
+    found, _ = attention.tree_attention(None, query, key, value, None, scaling=256**-0.5, softcap=1e4)  # type: ignore[arg-type]
+    assert torch.equal(found, torch.ones_like(found)) == (not scaled_after)

@@ -300,12 +300,17 @@ def test_ranks_that_share_weights_run_equal_numbers_of_collectives_after_a_faile
     assert one != other, "the defect put back"
 
 
-def test_an_upload_is_marked_on_its_own_devices_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program may have another device current, whose stream knows nothing of the copy."""
+@pytest.mark.parametrize("asks_for_its_device", [True, False])
+def test_an_upload_is_marked_on_its_own_devices_stream(
+    asks_for_its_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program may have another device current, whose stream, the defect, knows nothing of the copy."""
     recorded: list[Any] = []
     event = SimpleNamespace(record=lambda stream=None: recorded.append(stream), synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
+    current = "cuda:0"
+    stream_of = lambda device=None: f"stream of {device if asks_for_its_device else current}"  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
     class There:
@@ -317,4 +322,4 @@ def test_an_upload_is_marked_on_its_own_devices_stream(monkeypatch: pytest.Monke
             return torch.zeros(4, dtype=torch.int32)
 
     Upload(There()).send(4)  # type: ignore[arg-type]
-    assert recorded == ["stream of cuda:1"]
+    assert (recorded == ["stream of cuda:1"]) == asks_for_its_device

@@ -25,6 +25,7 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine import prepare
 from lpr.engine.kv_pool import usable_tokens
 from lpr.model import loader
+from lpr.model.graphs import GraphForward
 from lpr.model.kv_cache import free_bytes
 from lpr.model.laying import laid_side_by_side
 from lpr.model.packing import PackedLinear, has_room_to_pack, pack_projections
@@ -33,6 +34,7 @@ from lpr.model.reserve import CONTEXT, Steps, memory_needs, sizes_of
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
+from lpr.model.static_inputs import StaticShape
 from lpr.model.step_inputs import Row
 from lpr.planner.facts import facts_of, resolve
 from lpr.planner.footprint import Mesh, footprint, rank_sizes
@@ -57,6 +59,22 @@ def test_holes_between_tensors_are_not_free(gpu: PretendGpu, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     gpu.memory = 1 << 30, 80 << 30
     assert free_bytes(CUDA) == 1 << 30 and emptied, "whole segments have been given back"
+
+
+@pytest.mark.parametrize("counts_holes", [False, True])
+def test_memory_with_holes_is_not_promised(counts_holes: bool, gpu: PretendGpu) -> None:
+    """Counting what is free within segments, the defect, promises memory that one tensor cannot have."""
+    gpu.memory = 100 << 20, 80 << 30
+    made = [torch.empty(3 << 20, dtype=torch.uint8, device=CUDA) for _ in range(24)]  # segments of 20 MiB
+    del made[::2]
+    holes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() if counts_holes else 0
+    free = free_bytes(CUDA)
+    assert free is not None and 0 < free < 100 << 20
+    if counts_holes:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            torch.empty(free + holes, dtype=torch.uint8, device=CUDA)
+    else:
+        torch.empty(free, dtype=torch.uint8, device=CUDA)
 
 
 def test_packing_stops_where_room_ends(gpu: PretendGpu) -> None:
@@ -210,8 +228,16 @@ def test_an_engine_without_room_says_what_its_memory_is_for(gpu: PretendGpu) -> 
         Engine.from_model(to_gpu(tiny_model()), decode=decode)
 
 
-def test_graphs_that_end_at_the_logits_share_one_place() -> None:
+@pytest.mark.parametrize("fault", [False, True])
+def test_graphs_that_end_at_the_logits_share_one_place(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kept its own: 2.8 GB of 7B's vocabulary and a batch of trees."""
+    if fault:
+        run = GraphForward._run
+
+        def alone(self: GraphForward, shape: StaticShape) -> torch.Tensor:
+            return run(self, shape).clone()
+
+        monkeypatch.setattr(GraphForward, "_run", alone)
     runner = TreeModel(tiny_model(vocab_size=500), attention="sdpa")
     runner.capturer = FakeCapturer()
     runner.allocate(1, 256, 64, self_check(runner))
@@ -229,4 +255,4 @@ def test_graphs_that_end_at_the_logits_share_one_place() -> None:
     runner.sampler.results = noted  # type: ignore[method-assign]
     for count in (20, 5, 1, 20, 5):
         found.append(graphs.evaluate([Row.chain(0, 3, [1] * count, 1)], ends, 0).tolist())
-    assert len(places) == 1 and found[0] == found[3] and found[1] == found[4] != found[0]
+    assert (len(places) == 1) != fault and found[0] == found[3] and found[1] == found[4] != found[0]

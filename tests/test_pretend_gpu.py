@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ from pretend_gpu import (
     OnGpu,
     PretendError,
     PretendGpu,
-    current_stream_name,
     gpu,
     guard,
     held,
     sampling_kernel,
     to_gpu,
 )
+from pretend_streams import Stream
 from transformers import PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, run_ranks
 
@@ -310,14 +309,14 @@ def test_a_failed_capture_leaves_the_stream_and_names_its_cause(
     engine = Engine.from_model(to_gpu(broken), decode=DECODE)
     assert ids(engine, GREEDY) == expected["greedy"], "evaluated without graphs"
     assert "not permitted when stream is capturing" in str(engine.model.graph_reason)
-    assert current_stream_name() == "default" and gpu.num_captures == 1
+    assert gpu.streams.current is gpu.streams.default and gpu.num_captures == 1
     assert "without CUDA graphs" in caplog.text
 
 
 def test_a_capture_restores_the_stream(gpu: PretendGpu) -> None:
     with pytest.raises(RuntimeError):
         CudaCapturer(torch.device("cuda", 0)).capture(lambda: 1 / 0 if gpu.capturing else torch.zeros(1))  # type: ignore[arg-type, return-value]
-    assert current_stream_name() == "default" or gpu.capturing is None
+    assert gpu.streams.current is gpu.streams.default and gpu.capturing is None
 
 
 # Seeded faults.
@@ -373,8 +372,7 @@ def results_in_new_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def results_nobody_waited_for(patch: pytest.MonkeyPatch) -> None:
-    stream = types.SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _: None)
-    patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    patch.setattr(Stream, "synchronize", lambda _: None)
 
 
 @pytest.mark.parametrize(

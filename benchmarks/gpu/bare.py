@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent.parent
 WHEELS = Path(__file__).parent / "wheels"
 NEEDED = ("torch", "triton", "transformers", "accelerate", "numpy", "msgspec", "rich", "tyro", "llguidance")
 """Modules that gpu_check imports; torch and triton have to be there."""
-SMALL = NEEDED[2:]
-BUILD = ("setuptools", "wheel")
+WITHOUT_TORCH = ("transformers", "numpy", "msgspec", "rich", "tyro", "llguidance", "psutil", "setuptools", "wheel")
+"""Packages that bring what they need; accelerate, the other one, would bring torch."""
 MOST_SECONDS = 600.0
 
 
@@ -33,13 +33,12 @@ def run(*words: str) -> bool:
 def main(collects: bool) -> int:
     """Collect wheels, or install and build; returns the exit code."""
     if collects:
-        return 0 if run("-m", "pip", "download", "-q", "--no-deps", "-d", str(WHEELS), *SMALL, *BUILD) else 1
+        download = ("-m", "pip", "download", "-q", "-d", str(WHEELS))
+        return 0 if run(*download, *WITHOUT_TORCH) and run(*download, "--no-deps", "accelerate") else 1
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
             where = ["--no-index", "--find-links", str(WHEELS)] if WHEELS.is_dir() else []
-            print(
-                f"{name}: {'installed' if run('-m', 'pip', 'install', '-q', '--no-deps', *where, name) else 'missing'}"
-            )
+            print(f"{name}: {'installed' if run('-m', 'pip', 'install', '-q', *where, name) else 'missing'}")
     if not run("-c", "import lpr.native as it; assert it.is_native"):
         print(
             f"extension: {'built' if run('setup.py', 'build_ext', '--inplace') else 'missing: its Python form is slow'}"

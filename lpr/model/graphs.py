@@ -244,15 +244,47 @@ class GraphForward(EagerForward):
             raise WaitsError("its forward computes with the cached length, which would be a constant of the graph")
 
     def prepare(self, num_candidates: int, show: bool = True) -> None:
-        """Capture the common shapes while no sequence is running; with a progress bar, if `show`, on a terminal."""
-        console = Console(stderr=True)
+        """Capture the common shapes while no sequence is running; with a progress bar, if `show`, on a terminal.
+
+        In exact mode each height is compared with a direct step.
+        """
+        console, shapes = Console(stderr=True), self.common_shapes(num_candidates)
         with Progress(console=console, disable=not (show and console.is_terminal), transient=True) as progress:
-            for shape in progress.track(self.common_shapes(num_candidates), description="capturing CUDA graphs"):
+            for shape in progress.track(shapes, description="capturing CUDA graphs"):
                 if shape in self._graphs or self.reason is not None:
                     continue
                 row = Row.chain(shape.first_slot, 0, [entry % 7 for entry in range(shape.num_entries)], 0)
                 self._place(shape, [row], Selection.build([]))
                 self._graph(shape)
+        if self.adapter.heights is not None and self.adapter.reads_bits:
+            self._compare_bits(shapes)
+
+    def _compare_bits(self, shapes: Sequence[StaticShape]) -> None:
+        """Replay a tree of every height; unless its logits are the bits of a direct step, capture and replay no more.
+
+        A library may choose another kernel within a capture, or by another workspace. Overwrites the first pages.
+        """
+        page, room = self.cache.page_size, min(self.cache.num_pages * self.cache.page_size, self.cache.rows_per_slot)
+        self.cache.assign(0, range(room // page))
+        tokens = [7 * entry % self.adapter.config.vocab_size for entry in range(COMMON_KV)]
+        self.fill([Row.chain(0, 0, tokens[: room // 2], 0)])
+        plain = dict(num_candidates=0, num_keys=0, filtered=False, is_wide=False, only_logits=True)
+        for shape in dict.fromkeys(replace(each, **plain) for each in shapes):  # type: ignore[arg-type]
+            count = min(shape.num_entries - 3, room // 2)
+            if self.reason is not None or count < 1:
+                return
+            parents = [(entry - 1) // 2 if entry else -1 for entry in range(count)]
+            cached = min(COMMON_KV, room // 2)
+            places = [cached + (entry + 1).bit_length() - 1 for entry in range(count)]
+            row = Row(0, cached, [entry % 7 for entry in range(count)], parents, places, count)
+            replayed = self._replay(shape, [row], Selection.build([]))
+            self._graphs.pop(shape, None)
+            direct = self._logits(self.adapter.step_inputs([row], self.cache))
+            same = replayed is not None and torch.equal(replayed.view(torch.uint8), direct.view(torch.uint8))
+            if self._worst(CAPTURED if same else WRONG) == WRONG:
+                height = shape.batch * shape.num_entries
+                self._give_up(RuntimeError(f"a replay of {height} rows gives other bits than a direct step"))
+                self.is_wrong = True
 
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:
         """The shapes captured at the start, the largest first: the smaller ones then find their memory in the pool.
