@@ -234,6 +234,32 @@ def test_rows_between_the_measured_ones() -> None:
     assert backwards.time(1, 1, 100_000) == 9, "longer texts never take less"
 
 
+def test_a_further_sequence_costs_alike_whatever_the_step_has() -> None:
+    """Noise of 2 ms in one time of a batch of 8 made the line through it fall short by 18 ms at 64 sequences."""
+    rows = {(batch, 256): [4 + batch + 0.5 * knot for knot in KNOTS] for batch in (1, 8)}
+    rows[8, 256][KNOTS.index(128)] -= 2
+    cost = StepTimes(rows)
+    assert cost.time(64, 64) == 4 + 64 + 32
+    assert cost.time(128, 64) == 4 + 64 + 64 - 2
+    assert cost.time(1024, 64) == 4 + 64 + 512
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        ({1: [5 + 0.25 * knot for knot in KNOTS]}, None),
+        ({1: [10.0] + [14.0 + 0.1 * knot for knot in KNOTS[1:]]}, None),
+        ({1: [4.0 * knot for knot in KNOTS], 8: [4.0 * knot + 3 for knot in KNOTS]}, None),
+        ({1: [10.0, *[80.0] * 15]}, "2 tokens take 80 ms and 1 take 10"),
+        ({1: [10.0] * 8 + [400.0] * 8}, "96 tokens take 400 ms and 64 take 10"),
+        ({1: [50.0] * 16, 8: [20.0] * 16}, "8 sequences take 20 ms, one 50 with as many tokens and 400 in turn"),
+        ({1: [5.0] * 16, 4: [40.0] * 16}, "4 sequences take 40 ms, one 5 with as many tokens and 20 in turn"),
+    ],
+)
+def test_times_that_cannot_be_right(rows: dict[int, list[float]], fault: str | None) -> None:
+    assert StepTimes({(batch, 256): row for batch, row in rows.items()}).fault() == fault
+
+
 def test_batches_have_a_correction_of_their_own() -> None:
     tracker = StepTimesTracker(StepTimes({(1, 256): [5 + 0.25 * knot for knot in KNOTS]}))
     for _ in range(100):
