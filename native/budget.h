@@ -254,7 +254,7 @@ class AdaptiveBudget : public Budget {
         by_pool += source == kPool;
       }
       histories[i]->record_step(histories[i]->offered, accepted, constants.trust_memory);
-      all_.record_step(histories[i]->offered, accepted, constants.long_memory);
+      if (histories[i]->offered != 0.0) all_.record_step(histories[i]->offered, accepted, constants.long_memory);
     }
     if (trees.empty() || !by_homes_.back().num_window_nodes) return;
     double news[2] = {first_yield_[0], first_yield_[1]}, weight = constants.window_return;

@@ -258,7 +258,8 @@ class AdaptiveBudget:
         for tree, path, history in zip(trees, paths, histories, strict=True):
             accepted = sum(tree.sources[node] != Source.WINDOW for node in path[1:])
             history.record_step(history.offered, accepted, constants.TRUST_MEMORY)
-            self._all.record_step(history.offered, accepted, constants.LONG_MEMORY)
+            if history.offered:  # in a large batch most sequences have no draft, and would make all of it forgotten
+                self._all.record_step(history.offered, accepted, constants.LONG_MEMORY)
         if not trees or not self._parts[-1].num_window_nodes:
             return
         news, weight = self._first_yield, constants.WINDOW_RETURN

@@ -120,7 +120,7 @@ TRUST_MEMORY = 0.95
 PLAIN_MEMORY = 0.99
 """The same per plain step: what failed long ago is tried again."""
 LONG_MEMORY = 0.995
-"""The same for all sequences together; a new sequence starts from their record."""
+"""The same for all sequences together, per draft; a new sequence starts from their record."""
 MOST_PROMISED = 2.0
 """Most promised nodes that a step counts for: a long chain that breaks at once is one failure, not sixty."""
 LONGEST_CATCH_UP = 64
