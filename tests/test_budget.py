@@ -143,6 +143,33 @@ def test_drafts_that_never_pay_are_tried_ever_more_rarely(promise: float, longes
     assert pause.quiet == pause.pause == 0, "one that pays ends the pauses"
 
 
+def test_a_batch_remembers_failed_promises_until_long_after_it_drafts() -> None:
+    """Fifteen of sixteen sequences without a draft left nothing of the record after six steps: each draft was believed.
+
+    A record that only drafts change would never be forgotten once it stops them.
+    """
+    budget, fresh = trie_budget(RISING), trie_budget(RISING)
+
+    def floor(each: AdaptiveBudget) -> float:
+        each.begin(16, 0)
+        price = each.request(AcceptanceHistory()).price
+        assert price is not None
+        return price.floor
+
+    def observe(num_steps: int, offered: float) -> None:
+        trees = [chain([0.5] if offered and not index else []).tree for index in range(16)]
+        for _ in range(num_steps):
+            histories = [AcceptanceHistory(offered=0.0 if index else offered) for index in range(16)]
+            budget.observe(trees, [[0]] * 16, histories)
+
+    observe(100, offered=0.5)
+    assert floor(budget) > 10 * floor(fresh)
+    observe(50, offered=0.0)
+    assert floor(budget) > 5 * floor(fresh)
+    observe(750, offered=0.0)
+    assert floor(budget) == pytest.approx(floor(fresh), rel=0.05)
+
+
 def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing() -> None:
     config = DecodeConfig().resolved()
     assert not AdaptiveBudget(config, DEAR.row(1, 1)).window
