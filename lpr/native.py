@@ -94,5 +94,9 @@ rotate: Callable[..., None] | None = getattr(_extension, "rotate", None)
 gate: Callable[..., None] | None = getattr(_extension, "gate", None)
 """Parts of a decoder layer on a CPU (lpr.model.cpu.elementwise); without the extension the model's modules do them."""
 
+can_tile: Callable[[bool], bool] | None = getattr(_extension, "can_tile", None)
+multiply_tiles: Callable[..., None] | None = getattr(_extension, "multiply_tiles", None)
+"""Matrix products of a few rows (lpr.model.cpu.tiles), on x86-64; elsewhere oneDNN multiplies."""
+
 if _extension is not None:
     globals().update({name: getattr(_extension, name) for name in __all__ if name not in ("is_native", "missing")})

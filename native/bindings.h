@@ -45,5 +45,6 @@ void bind_attention(nb::module_& m);
 void bind_elementwise(nb::module_& m);
 void bind_parallel(nb::module_& m);
 void bind_paged(nb::module_& m);
+void bind_products(nb::module_& m);
 
 }  // namespace lpr

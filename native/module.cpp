@@ -18,6 +18,7 @@ NB_MODULE(_native, m) {
   bind_elementwise(m);
   bind_parallel(m);
   bind_paged(m);
+  bind_products(m);
 }
 
 }  // namespace lpr

@@ -75,34 +75,36 @@ def test_the_size_is_the_one_with_most_tokens_per_millisecond(
         draft.tree.verify()
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.lists(st.floats(0, 1), max_size=20), min_size=1, max_size=3),
+    st.lists(st.floats(0, 1), max_size=60),
     st.lists(st.floats(0.001, 9.0), min_size=len(KNOTS), max_size=len(KNOTS)),
     st.integers(0, 30),
     st.floats(0.1, 3.0),
 )
-def test_what_is_not_drafted_for_its_price_would_not_have_been_kept(
-    rows: list[list[float]], further: list[float], pending: int, trust: float
+def test_what_is_not_drafted_for_its_price_would_not_have_paid(
+    row: list[float], further: list[float], pending: int, trust: float
 ) -> None:
     cost = StepTimes({(1, 256): [3 + each for each in itertools.accumulate(further)]})
-    kept = []
-    for priced in (True, False):
-        budget, histories, drafts = trie_budget(cost), [AcceptanceHistory() for _ in rows], []
-        budget.begin(len(rows), pending)
-        for row, history in zip(rows, histories, strict=True):
-            history.accepted, history.expected = 10 * trust, 10.0
-            price, taken = budget.request(history).price, []
-            assert price is not None
-            for p in sorted(row, reverse=True):
-                if priced and p < price.floor:
-                    break
-                price.take(p)
-                taken.append(p)
-            drafts.append(chain(taken))
-        budget.cut(drafts, histories)
-        kept.append([draft.tree.tokens for draft in drafts])
-    assert kept[0] == kept[1]
+    history = AcceptanceHistory(accepted=10 * trust, expected=10.0)
+    budget = trie_budget(cost)
+    budget.begin(1, pending)
+    price = budget.request(history).price
+    assert price is not None
+    falling = sorted(row, reverse=True)
+    drafted = []
+    for p in falling:
+        if p < price.floor:
+            break
+        price.take(p)
+        drafted.append(p)
+
+    def best_rate(nodes: Sequence[float]) -> float:
+        tokens = itertools.accumulate((min(1.0, history.trust() * p) for p in nodes), initial=1.0)
+        return max(kept / cost.time(1 + count + pending) for count, kept in enumerate(tokens))
+
+    # A node that is worth its price exactly may be drafted or not, as sums are rounded.
+    assert best_rate(drafted) == pytest.approx(best_rate(falling), rel=1e-9)
 
 
 def test_free_nodes_are_all_kept_and_dear_ones_none() -> None:

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lpr.engine import page_pool
-from lpr.engine.page_pool import Node, PageClear, PageCopy, PageIn, PageOut, PagePool
+from lpr.engine.page_moves import PageClear, PageCopy, PageIn, PageOut
+from lpr.engine.page_pool import PagePool
 from lpr.engine.pages import RankPages
+from lpr.engine.prefix_tree import Node
 
 SIZE = 4
 NOISE = "nobody", (-1,)

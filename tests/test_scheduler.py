@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from lpr.engine import page_pool as module
 from lpr.engine.limits import Limits
-from lpr.engine.page_pool import PageClear, PageCopy, PageIn, PageMove, PageOut, num_equal
+from lpr.engine.page_moves import PageClear, PageCopy, PageIn, PageMove, PageOut
+from lpr.engine.page_pool import num_equal
 from lpr.engine.pages import RankPages
 from lpr.engine.placement import Placement
 from lpr.engine.scheduler import Schedule, Scheduler

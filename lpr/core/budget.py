@@ -67,7 +67,11 @@ class Price:
         self._trust = trust
         self._least = math.inf
         self.floor = expected.price / trust
-        """No node with a lower path probability can pay."""
+        """No node with a lower path probability can pay.
+
+        In a batch this holds for what is drafted so far: nodes of sequences drafted later may displace some of it, or
+        pay for the way to a cheaper stretch of the step times.
+        """
 
     def take(self, probability: float) -> None:
         """Count a drafted node of this path probability (see `_falling`)."""

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from lpr.engine.limits import R
-from lpr.engine.page_pool import Node, PageClear, PagePool
-from lpr.engine.state_snapshots import Snapshots, StateCopy, border
+from lpr.engine.page_moves import PageClear, StateCopy
+from lpr.engine.page_pool import PagePool
+from lpr.engine.prefix_tree import Node
+from lpr.engine.state_snapshots import Snapshots, border
 
 
 @dataclass(eq=False)

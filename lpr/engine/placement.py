@@ -16,8 +16,10 @@ from typing import Generic
 
 from lpr.engine.homes import Candidate, choose
 from lpr.engine.limits import Limits, R, Schedulable
-from lpr.engine.page_pool import Node, PageMove, PagePool
+from lpr.engine.page_moves import PageMove
+from lpr.engine.page_pool import PagePool
 from lpr.engine.pages import RankPages
+from lpr.engine.prefix_tree import Node
 
 REVIEW_EVERY = 16
 """Steps between two reviews of which ranks wide requests are worth."""

@@ -35,13 +35,13 @@ from lpr.engine.kv_pool import (
 )
 from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
-from lpr.engine.page_pool import PageClear, PageCopy, PageIn, PageOut
+from lpr.engine.page_moves import PageClear, PageCopy, PageIn, PageOut, StateCopy
 from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.scheduler import Schedule, Scheduler
 from lpr.engine.sizing import Sizer, resolve_sizes
-from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT, StateCopy
+from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
 from lpr.model.loader import Loaded

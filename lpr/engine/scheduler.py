@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from lpr.engine.limits import Limits, R, Schedulable
-from lpr.engine.page_pool import Node, PageMove
+from lpr.engine.page_moves import PageMove
 from lpr.engine.placement import Placement
+from lpr.engine.prefix_tree import Node
 from lpr.engine.state_snapshots import border
 from lpr.engine.waiting import Entry, Waiting
 

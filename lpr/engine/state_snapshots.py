@@ -7,24 +7,13 @@ behind the last full page of a prompt and behind a whole output. Pure, and repli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lpr.engine.page_pool import Node
+from lpr.engine.prefix_tree import Node
 
 SNAPSHOTS_PER_SLOT = 4
 MOST_COMPARED = 64
 """Leaves behind a page, the latest ones, that are compared with a new prompt."""
-
-
-@dataclass(frozen=True)
-class StateCopy:
-    """States of one place to be copied to another. Slots are the first places, snapshots the ones behind."""
-
-    source: int
-    target: int
 
 
 def border(num_prompt: int, page_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Matrix products by oneDNN, whose weights are laid out once, when the model is loaded.
+"""Matrix products whose weights are laid out once, when the model is loaded: in C++ or, elsewhere, by oneDNN.
 
 MKL, which multiplies in float32 otherwise, lays a weight out at every call, and is slow on processors of AMD.
 """
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lpr.model.cpu.tiles import Tiles, can_tile
 from lpr.model.packing import GROUPS, Pack, fit
 
 _HEIGHT = 16
@@ -26,13 +27,33 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+class OneDnn:
+    """A weight in oneDNN's layout."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Lay out `weight` [outputs, inputs]."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HEIGHT)
+
+    def to_dense(self) -> Tensor:
+        """A copy of the weight [outputs, inputs]."""
+        dense: Tensor = self._packed.to_dense()
+        return dense
+
+    def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
+        """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs]."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(given, self._packed, bias, "none", [], "")
+        return product
+
+
 class Prepacked(Pack):
-    """The weights of one or more `nn.Linear` of the same input, in oneDNN's layout and nowhere else."""
+    """The weights of one or more `nn.Linear` of the same input, laid out and nowhere else."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
         """Lay out `weight` [sum of sizes, inputs] with `bias` [sum of sizes]; the members have `sizes` outputs."""
-        self.sizes, self.dtype, self.bias = list(sizes), weight.dtype, bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HEIGHT)
+        self.sizes, self.dtype = list(sizes), weight.dtype
+        is_tiled = can_tile(weight.dtype, weight.shape[1])
+        self.bias = bias.float() if bias is not None and is_tiled else bias
+        self.packed = Tiles(weight) if is_tiled else OneDnn(weight)
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] = ()
 
@@ -43,13 +64,11 @@ class Prepacked(Pack):
 
     def multiply(self, given: Tensor) -> Tensor:
         """As Pack.multiply."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(given, self.packed, self.bias, "none", [], "")
-        return product
+        return self.packed.multiply(given, self.bias)
 
     def weight_of(self, place: int) -> Tensor:
         """The weight [outputs, inputs] of a member, unpacked."""
-        whole: Tensor = self.packed.to_dense()
-        return whole.split(self.sizes)[place]
+        return self.packed.to_dense().split(self.sizes)[place]
 
 
 class PrepackedLinear(nn.Linear):

@@ -20,7 +20,7 @@ from lpr.model.recurrent.tree import Tree
 from lpr.model.step_inputs import Row, StepInputs, current_step
 
 if TYPE_CHECKING:
-    from lpr.model.recurrent.kernels import KernelStep
+    from lpr.model.recurrent.kernel_step import KernelStep
 
 KERNEL_DEVICES = ("cuda",)
 """Types of devices on which the Triton kernels evaluate steps that have bits; tests interpret them on a CPU."""
@@ -103,7 +103,7 @@ class States:
             self.kernels = None
             mask, device = step.blocks[0].tree_mask, step.tokens.device
             if mask is not None and mask.positions.shape == step.positions.shape and device.type in KERNEL_DEVICES:
-                self.kernels = import_module("lpr.model.recurrent.kernels").KernelStep(step)
+                self.kernels = import_module("lpr.model.recurrent.kernel_step").KernelStep(step)
         return self._layouts
 
     def runs_kernels(self) -> bool:

@@ -1,0 +1,78 @@
+"""Matrix products in C++: right at every shape, and a row's bits depend on nothing but the row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lpr.model.cpu import tiles
+from lpr.model.cpu.products import OneDnn, Prepacked
+from lpr.model.cpu.tiles import Tiles, can_tile
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(5, 2), (33, 8), (100, 34), (64, 576), (96, 1536)]
+
+
+def needs(dtype: torch.dtype) -> None:
+    if not can_tile(dtype, 2):
+        pytest.skip(f"this machine allows no tiles of {dtype}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_out", "num_in"), SHAPES)
+def test_products_beside_float64(num_out: int, num_in: int, dtype: torch.dtype) -> None:
+    needs(dtype)
+    torch.manual_seed(num_out)
+    weight, bias = torch.randn(num_out, num_in).to(dtype), torch.randn(num_out)
+    rows = torch.randn(2, 150, num_in).to(dtype)  # more than go past the weights together
+    packed = Tiles(weight)
+    assert torch.equal(packed.to_dense(), weight)
+    expected = rows.double() @ weight.double().T + bias
+    found = packed.multiply(rows, bias)
+    error = 2.0**-8 if dtype is torch.bfloat16 else 1e-6 * num_in**0.5
+    assert ((found - expected).abs() <= error * (expected.abs() + num_in**0.5)).all()
+    assert not torch.equal(packed.multiply(rows, None), found), "the bias counts"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_at_every_height_and_with_any_threads(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(dtype)
+    packed, rows = Tiles(torch.randn(70, 1100).to(dtype)), torch.randn(200, 1100).to(dtype)
+    whole = packed.multiply(rows, None)
+    for height in (*range(1, 32), 42, 64, 127, 128):
+        assert torch.equal(packed.multiply(rows[9 : 9 + height], None), whole[9 : 9 + height])
+    for count in (1, 2):
+        monkeypatch.setattr(tiles, "team_size", lambda count=count: count)
+        assert torch.equal(packed.multiply(rows, None), whole)
+
+
+def test_long_sums_lose_no_more_than_the_librarys() -> None:
+    needs(torch.float32)
+    weight, rows = torch.randn(64, 14336), torch.randn(64, 14336)
+    exact = rows.double() @ weight.double().T
+    ours, theirs = ((each(weight).multiply(rows, None) - exact).norm() for each in (Tiles, OneDnn))
+    assert ours < 1.2 * theirs
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    needs(torch.bfloat16)
+    packed = Tiles(torch.randn(8, 6).bfloat16())
+    with pytest.raises(TypeError, match="float32"):
+        packed.multiply(torch.randn(1, 6), None)
+    with pytest.raises(TypeError, match="of 6 inputs"):
+        packed.multiply(torch.randn(1, 8).bfloat16(), None)
+    assert not can_tile(torch.float16, 6)
+    assert not can_tile(torch.bfloat16, 7), "inputs are multiplied in pairs"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_the_instructions_the_library_multiplies(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias, rows = (torch.randn(size).to(dtype) for size in ((40, 16), (40,), (3, 16)))
+    here = Prepacked(weight, bias, [24, 16])
+    monkeypatch.setattr("lpr.model.cpu.products.can_tile", lambda *_: False)
+    there = Prepacked(weight, bias, [24, 16])
+    assert isinstance(there.packed, OneDnn)
+    assert torch.equal(here.weight_of(1), there.weight_of(1))
+    assert torch.allclose(here.multiply(rows).float(), there.multiply(rows).float(), atol=0.05, rtol=0.02)
