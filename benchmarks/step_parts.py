@@ -3,6 +3,8 @@
     python -m benchmarks.step_parts --model FOLDER --dtype float32 --threads 2 --output step_parts.json
 
 Each model is loaded twice: as lpr runs it, and with transformers' own modules. Both are timed by turns at each shape.
+Beside each step stand its limits: the time of reading weights and K/V once at the machine's bandwidth, and of the
+matrix products at its rate. Both are measured before, by the same threads.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from benchmarks.common import ModelOptions, run_main
 from benchmarks.engines import load_model
 from lpr.model.cpu.accelerate import accelerate
-from lpr.model.cpu.products import PrepackedLinear
+from lpr.model.cpu.products import Prepacked, PrepackedLinear, can_pack
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.sampler import Sampler
@@ -33,6 +36,8 @@ from lpr.model.step_inputs import Row
 
 NUM_CANDIDATES = 8
 """Candidates of each node in a step with drafts."""
+_TIMES = 9
+"""Times that a limit is measured; the shortest counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,12 @@ def measure(options: PartsOptions, console: Console) -> dict[str, Any]:
     """Time the parts at each shape, of both forms of the model."""
     torch.set_grad_enabled(False)
     forms = {"plain": _runner(options, faster=False), "lpr": _runner(options, faster=True)}
-    console.print(f"ceiling: {forms['plain'][2] / 1e6:.0f} MB of weights once per step")
+    runner, cache, size = forms["plain"]
+    bandwidth, rate = read_bandwidth(), product_rate(next(runner.model.parameters()).dtype)
+    multiplied = sum(each.weight.numel() for each in runner.model.modules() if isinstance(each, nn.Linear))
+    console.print(
+        f"ceiling: {size / 1e6:.0f} MB of weights once per step, {bandwidth / 1e9:.1f} GB/s, {rate / 1e9:.0f} GFlop/s"
+    )
     runs = []
     for count in options.requests:
         for rows in options.rows:
@@ -66,9 +76,37 @@ def measure(options: PartsOptions, console: Console) -> dict[str, Any]:
                 name: {part: round(statistics.median(each[1:]) * 1e3, 2) for part, each in parts.items()}
                 for name, parts in times.items()
             }
-            runs.append({"requests": count, "rows": rows, "ms": found})
+            limit = {
+                "reading": round((size + count * options.cached * cache.bytes_per_token) / bandwidth * 1e3, 2),
+                "products": round(2 * multiplied * count * rows / rate * 1e3, 2),
+            }
+            runs.append({"requests": count, "rows": rows, "limit_ms": limit, "ms": found})
             console.print(runs[-1])
-    return {"weight_bytes": forms["plain"][2], "runs": runs}
+    speeds = {"gigabytes_per_second": round(bandwidth / 1e9, 1), "gigaflops": round(rate / 1e9)}
+    return {"weight_bytes": size, **speeds, "runs": runs}
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of reading memory beyond the caches; the best of several readings of 256 MiB."""
+    data = torch.ones(1 << 26)
+    return data.nbytes / min(_seconds(data.sum) for _ in range(_TIMES))
+
+
+def product_rate(dtype: torch.dtype) -> float:
+    """Flops per second of one large matrix product, by the faster of torch's and, where there is one, lpr's."""
+    side = 2048
+    left, right = (torch.randn(side, side).to(dtype) for _ in range(2))
+    ways = [lambda: F.linear(left, right)]
+    if can_pack(dtype):
+        pack = Prepacked.of(right, None)
+        ways.append(lambda: pack.multiply(left))
+    return 2 * side**3 / min(_seconds(way) for _ in range(_TIMES) for way in ways)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _runner(options: PartsOptions, faster: bool) -> tuple[TreeModel, KVCache, int]:

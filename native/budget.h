@@ -249,6 +249,7 @@ class AdaptiveBudget : public Budget {
   void observe(const std::vector<const TokenTree*>& trees, const std::vector<const Tokens*>& paths,
                std::vector<AcceptanceHistory*>& histories) override {
     int64_t by_window = 0, by_pool = 0;
+    bool offered = false;
     for (size_t i = 0; i < trees.size(); i++) {
       int64_t accepted = 0;
       for (size_t step = 1; step < paths[i]->size(); step++) {
@@ -258,8 +259,11 @@ class AdaptiveBudget : public Budget {
         by_pool += source == kPool;
       }
       histories[i]->record_step(histories[i]->offered, accepted, constants.trust_memory);
+      if (histories[i]->offered == 0.0) continue;
+      offered = true;
       all_.record_step(histories[i]->offered, accepted, constants.long_memory);
     }
+    if (!offered) all_.record_step(0.0, 0, constants.long_memory);
     if (trees.empty() || !by_homes_.back().num_window_nodes) return;
     double news[2] = {first_yield_[0], first_yield_[1]}, weight = constants.window_return;
     if (window) {

@@ -145,6 +145,33 @@ def test_drafts_that_never_pay_are_tried_ever_more_rarely(promise: float, longes
     assert pause.quiet == pause.pause == 0, "one that pays ends the pauses"
 
 
+def test_a_batch_remembers_failed_promises_until_long_after_it_drafts() -> None:
+    """Fifteen of sixteen sequences without a draft left nothing of the record after six steps: each draft was believed.
+
+    A record that only drafts change would never be forgotten once it stops them.
+    """
+    budget, fresh = trie_budget(RISING), trie_budget(RISING)
+
+    def floor(each: AdaptiveBudget) -> float:
+        each.begin(16, 0)
+        price = each.request(AcceptanceHistory()).price
+        assert price is not None
+        return price.floor
+
+    def observe(num_steps: int, offered: float) -> None:
+        trees = [chain([0.5] if offered and not index else []).tree for index in range(16)]
+        for _ in range(num_steps):
+            histories = [AcceptanceHistory(offered=0.0 if index else offered) for index in range(16)]
+            budget.observe(trees, [[0]] * 16, histories)
+
+    observe(100, offered=0.5)
+    assert floor(budget) > 10 * floor(fresh)
+    observe(50, offered=0.0)
+    assert floor(budget) > 5 * floor(fresh)
+    observe(750, offered=0.0)
+    assert floor(budget) == pytest.approx(floor(fresh), rel=0.05)
+
+
 def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing() -> None:
     config = DecodeConfig().resolved()
     assert not AdaptiveBudget(config, DEAR.row(1, 1)).window
@@ -234,6 +261,32 @@ def test_rows_between_the_measured_ones() -> None:
     assert cost.time(4, 3, 256) == pytest.approx(8)
     backwards = StepTimes({(1, 256): [9.0] * len(KNOTS), (1, 1024): [8.0] * len(KNOTS)})
     assert backwards.time(1, 1, 100_000) == 9, "longer texts never take less"
+
+
+def test_a_further_sequence_costs_alike_whatever_the_step_has() -> None:
+    """Noise of 2 ms in one time of a batch of 8 made the line through it fall short by 18 ms at 64 sequences."""
+    rows = {(batch, 256): [4 + batch + 0.5 * knot for knot in KNOTS] for batch in (1, 8)}
+    rows[8, 256][KNOTS.index(128)] -= 2
+    cost = StepTimes(rows)
+    assert cost.time(64, 64) == 4 + 64 + 32
+    assert cost.time(128, 64) == 4 + 64 + 64 - 2
+    assert cost.time(1024, 64) == 4 + 64 + 512
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        ({1: [5 + 0.25 * knot for knot in KNOTS]}, None),
+        ({1: [10.0] + [14.0 + 0.1 * knot for knot in KNOTS[1:]]}, None),
+        ({1: [4.0 * knot for knot in KNOTS], 8: [4.0 * knot + 3 for knot in KNOTS]}, None),
+        ({1: [10.0, *[80.0] * 15]}, "2 tokens take 80 ms and 1 take 10"),
+        ({1: [10.0] * 8 + [400.0] * 8}, "96 tokens take 400 ms and 64 take 10"),
+        ({1: [50.0] * 16, 8: [20.0] * 16}, "8 sequences take 20 ms, one 50 with as many tokens and 400 in turn"),
+        ({1: [5.0] * 16, 4: [40.0] * 16}, "4 sequences take 40 ms, one 5 with as many tokens and 20 in turn"),
+    ],
+)
+def test_times_that_cannot_be_right(rows: dict[int, list[float]], fault: str | None) -> None:
+    assert StepTimes({(batch, 256): row for batch, row in rows.items()}).fault() == fault
 
 
 def test_batches_have_a_correction_of_their_own() -> None:

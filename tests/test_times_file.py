@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import lpr.engine.sizing
 import lpr.engine.times_file
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.step_times import StepTimes
@@ -27,12 +30,24 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """An entry per measurement from now on."""
     measure, calls = lpr.engine.times_file.measure_step_times, []
 
-    def count(*args: object) -> StepTimes:
+    def count(*args: object) -> tuple[StepTimes, bool]:
         calls.append(None)
         return measure(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(lpr.engine.times_file, "measure_step_times", count)
     return calls
+
+
+def start_while(monkeypatch: pytest.MonkeyPatch, delay: Callable[[int], float]) -> Engine:
+    """An engine whose start times forwards of 2 + batch + 0.1 n ms for n tokens, each as late as its number says."""
+    timed: list[int] = []
+
+    def time_forward(model: object, batch: int, count: int, kv: int) -> float:
+        timed.append(count)
+        return (2 + batch + 0.1 * count) / 1e3 * delay(len(timed))
+
+    monkeypatch.setattr(lpr.engine.sizing, "time_forward", time_forward)
+    return Engine.from_model(tiny_model(), decode=DecodeConfig(max_nodes=8, max_length=64, max_batch_size=3))
 
 
 def test_an_engine_that_starts_again_reads_what_the_first_one_found(
@@ -75,6 +90,42 @@ def test_a_damaged_file_is_measured_anew(home: Path, monkeypatch: pytest.MonkeyP
     file.write_bytes(content)
     Engine.from_model(tiny_model(), decode=DECODE)
     assert len(calls) == 2 and StepTimes.from_json(json.loads(file.read_text())).rows
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.3])
+def test_forwards_that_were_disturbed_do_not_count(home: Path, monkeypatch: pytest.MonkeyPatch, part: float) -> None:
+    rng = random.Random(0)
+    engine = start_while(monkeypatch, lambda number: 1 + 9 * (rng.random() < part))
+    for batch, count in ((1, 1), (1, 2), (1, 4), (3, 3), (3, 6)):
+        assert engine.step_times.time(count, batch) == pytest.approx(2 + batch + 0.1 * count, rel=0.01)
+    assert len(list(home.rglob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    "delay",
+    [
+        pytest.param(lambda number: 1.3 ** (number % 40), id="no two times agree"),
+        pytest.param(lambda number: 1 + 9 * (number < 26), id="a program ended before the batch was measured"),
+    ],
+)
+def test_times_of_a_busy_machine_are_not_kept(
+    home: Path, monkeypatch: pytest.MonkeyPatch, delay: Callable[[int], float]
+) -> None:
+    calls = counted(monkeypatch)
+    for _ in range(2):
+        engine = start_while(monkeypatch, delay)
+        assert engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8))[0].stats.num_tokens == 8
+        engine.close()
+    assert len(calls) == 2 and not list(home.rglob("*.json"))
+
+
+def test_a_file_of_times_that_cannot_be_right_is_measured_anew(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch)
+    Engine.from_model(tiny_model(), decode=DECODE)
+    (file,) = home.rglob("*.json")
+    file.write_text(json.dumps(StepTimes({(1, 256): [1.0] + [20.0] * 15}).to_json()))
+    assert Engine.from_model(tiny_model(), decode=DECODE).step_times.fault() is None
+    assert len(calls) == 2
 
 
 def test_a_home_that_takes_no_files_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,10 @@ class AdaptiveBudget:
         for tree, path, history in zip(trees, paths, histories, strict=True):
             accepted = sum(tree.sources[node] != Source.WINDOW for node in path[1:])
             history.record_step(history.offered, accepted, constants.TRUST_MEMORY)
-            self._all.record_step(history.offered, accepted, constants.LONG_MEMORY)
+            if history.offered:
+                self._all.record_step(history.offered, accepted, constants.LONG_MEMORY)
+        if not any(history.offered for history in histories):  # per step: most sequences of a large batch have no draft
+            self._all.record_step(0.0, 0, constants.LONG_MEMORY)
         if not trees or not self._parts[-1].num_window_nodes:
             return
         news, weight = self._first_yield, constants.WINDOW_RETURN

@@ -123,7 +123,8 @@ TRUST_MEMORY = 0.95
 PLAIN_MEMORY = 0.99
 """The same per plain step: what failed long ago is tried again."""
 LONG_MEMORY = 0.995
-"""The same for all sequences together; a new sequence starts from their record."""
+"""As TRUST_MEMORY for all sequences together, per draft; a new sequence starts from their record. `PLAIN_MEMORY` counts
+here per step in which no sequence drafts."""
 MOST_PROMISED = 2.0
 """Most promised nodes that a step counts for: a long chain that breaks at once is one failure, not sixty."""
 LONGEST_CATCH_UP = 64

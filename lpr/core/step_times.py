@@ -7,6 +7,7 @@ measured batch size and cached length, and are linear between the rows and betwe
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ SHORTEST_KV = 256
 """Cached tokens up to which attention counts as equally expensive."""
 KV_GRAIN = 64
 """Cached lengths are rounded up to multiples of this."""
+SLACK = 1.5
+"""Factor by which measured times may break a rule that true ones keep (`StepTimes.fault`)."""
 
 Key = tuple[int, int]
 """Batch size and cached length of a row."""
@@ -44,7 +47,7 @@ class StepTimes:
             for (size, length), row in self.rows.items():
                 by_batch.setdefault(size, {})[length] = row
             lines = {size: _between(by_length, key[1]) for size, by_length in by_batch.items()}
-            found = self._found[key] = _rising(_between(lines, batch))
+            found = self._found[key] = _rising(_of_batch(lines, batch))
         return found
 
     def time(self, count: float, batch: int = 1, kv: int = SHORTEST_KV) -> float:
@@ -67,6 +70,22 @@ class StepTimes:
         Little is here up to a quarter more than a step without drafts takes.
         """
         return self.longest(1.25, batch, kv)
+
+    def fault(self) -> str | None:
+        """Why these cannot be the times of an undisturbed machine, in words; None if they can.
+
+        More tokens take at most as many times as long as they are more. A batch takes no less time than one sequence
+        with as many tokens, and no more than its sequences take one after the other.
+        """
+        for (batch, kv), row in self.rows.items():
+            for fewer, count, before, ms in zip(KNOTS, KNOTS[1:], row, row[1:], strict=False):
+                if ms > SLACK * count / fewer * before:
+                    return f"{count} tokens take {ms:.3g} ms and {fewer} take {before:.3g}"
+            alone, ms = self.row(1, kv), interpolate(row, batch)
+            least, most = interpolate(alone, batch), batch * alone[0]
+            if not least / SLACK <= ms <= SLACK * most:
+                return f"{batch} sequences take {ms:.3g} ms, one {least:.3g} with as many tokens and {most:.3g} in turn"
+        return None
 
     def differs(self, other: StepTimes, part: float) -> bool:
         """True if the shape of any row differs by more than `part`. Equal factors change no decision."""
@@ -224,6 +243,20 @@ def _rising(row: Sequence[float]) -> list[float]:
         lowest = min(lowest, ms)
         rising.append(lowest)
     return rising[::-1]
+
+
+def _of_batch(rows: Mapping[int, Sequence[float]], batch: int) -> Sequence[float]:
+    """The row of a batch between those of `rows`, or beyond them.
+
+    A further sequence costs the same however many tokens the step has, so beyond the largest batch all times rise
+    alike: a line through each of them would multiply the noise of measurements.
+    """
+    fewest, most = min(rows), max(rows)
+    if batch <= most or fewest == most:
+        return _between(rows, batch)
+    apart = [up - low for knot, low, up in zip(KNOTS, rows[fewest], rows[most], strict=True) if knot >= most]
+    each = max(0.0, statistics.median(apart or [rows[most][-1] - rows[fewest][-1]])) / (most - fewest)
+    return [ms + (batch - most) * each for ms in rows[most]]
 
 
 def _between(rows: Mapping[int, Sequence[float]], at: int) -> Sequence[float]:

@@ -6,9 +6,9 @@ now and then sends its step times to all ranks, itself included, as a command.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -16,7 +16,7 @@ from lpr.config import DecodeConfig, SamplingParams, TreeSizes
 from lpr.core.budget import total
 from lpr.core.concurrent_load import ConcurrentLoad, Work, times_under_load
 from lpr.core.constants import KNOTS
-from lpr.core.step_times import SHORTEST_KV, Key, StepTimes, StepTimesTracker, at_knots, interpolate
+from lpr.core.step_times import SHORTEST_KV, SLACK, Key, StepTimes, StepTimesTracker, at_knots, interpolate
 from lpr.dist.comm import Comm, is_driver
 from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
@@ -40,15 +40,19 @@ FEWEST_NODES = 16
 ROUNDS = 6
 """Times that each number of nodes is timed."""
 CHEAP = 2.0
-"""After the first round, only numbers of nodes that take up to this many times as long as a single token are timed."""
+"""After the first round, numbers of nodes that take longer than this many times a single token are timed no more."""
 ENOUGH = 1.5
 """Seconds, per batch size, after which no further round begins: steps correct what is measured."""
 LONGEST = 0.5
 """Seconds of the first round, per cached length, after which no larger tree is tried."""
 STEEPEST = 8.0
 """No larger tree is tried after one that takes this many times as long as a single token."""
+AGREE = 1.25
+"""The two shortest times of a number of nodes agree if they differ by no more than this factor."""
+PATIENCE = 4.0
+"""Seconds, per batch size, after which no further round begins though the times of a cheap tree do not agree."""
 LARGEST_BATCH = 8
-"""Largest measured batch. Beyond it the line through one sequence and this many goes on, and steps correct it."""
+"""Largest measured batch. Larger ones are taken to cost as much more per sequence, and steps correct it."""
 LENGTHS = (SHORTEST_KV, 4 * SHORTEST_KV)
 """Measured cached lengths: with the text, attention makes nodes dearer, and a single token hardly."""
 
@@ -177,17 +181,21 @@ def measure_step_times(
     max_length: int,
     max_batch_size: int = 1,
     lengths: Sequence[int] = LENGTHS,
-) -> StepTimes:
+) -> tuple[StepTimes, bool]:
     """Rank 0's step times of trees up to `max_nodes` nodes on each rank; the model's cache is replaced.
 
-    They have a row for one sequence and one for a batch, at each of `lengths` up to `max_length` and at least one.
+    They have a row for one sequence and one for a batch, at each of `lengths` up to `max_length` and at least one. Also
+    returns whether repeated times agree: if not, another program disturbs the machine, and they are a guess.
     """
     lengths = [kv for kv in lengths if kv <= max_length] or [max_length]
     rows: dict[Key, list[float]] = {}
+    agree = True
     for batch in sorted({1, min(max_batch_size, LARGEST_BATCH)}):
-        for kv, row in _measure_rows(model, like, comm, batch, max_nodes, lengths).items():
+        measured, sure = _measure_rows(model, like, comm, batch, max_nodes, lengths)
+        agree = agree and sure
+        for kv, row in measured.items():
             rows[batch, kv] = row if batch == 1 else _below_batch(row, rows[1, kv], batch)
-    return StepTimes(rows)
+    return StepTimes(rows), agree
 
 
 def _below_batch(row: list[float], single: list[float], batch: int) -> list[float]:
@@ -201,8 +209,8 @@ def _below_batch(row: list[float], single: list[float], batch: int) -> list[floa
 
 def _measure_rows(
     model: TreeModel, like: KVCache, comm: Comm, batch: int, max_nodes: int, lengths: Sequence[int]
-) -> dict[int, list[float]]:
-    """Milliseconds at KNOTS of a batch, by the number of cached tokens of each sequence.
+) -> tuple[dict[int, list[float]], bool]:
+    """Milliseconds at KNOTS of a batch, by the number of cached tokens of each sequence; and whether times agree.
 
     The shortest of several times counts, since whatever else runs on the machine makes a forward longer and nothing
     makes it shorter. The cheap trees are timed most often: decisions between them are about a tenth of their time.
@@ -212,35 +220,48 @@ def _measure_rows(
     model.allocate(batch, max(lengths), max_nodes, like)
 
     def milliseconds(count: int, kv: int) -> float:
-        mine = torch.tensor([int(_time_once(model, batch, count, kv) * 1e6)], dtype=torch.int32)
+        mine = torch.tensor([int(time_forward(model, batch, count, kv) * 1e6)], dtype=torch.int32)
         return max(1, int(comm.gather(mine)[0, 0])) / 1e3
 
     counts = [batch * knot for knot in KNOTS if knot <= max(2, max_nodes // batch)]
     sizes = {kv: list(counts) for kv in lengths}
-    shortest: dict[int, dict[int, float]] = {kv: {} for kv in lengths}
-    spent = 0.0
-    _time_once(model, batch, batch, lengths[0])  # the first forward of all sets libraries up
-    for number in range(ROUNDS):
-        if spent > ENOUGH * 1e3:
-            break
+    shortest: dict[int, dict[int, list[float]]] = {kv: {} for kv in lengths}
+    spent, number, agree = 0.0, 0, False
+    time_forward(model, batch, batch, lengths[0])  # the first forward of all sets libraries up
+    while number < 2 or (number < ROUNDS and spent < ENOUGH * 1e3) or (not agree and spent < PATIENCE * 1e3):
         for kv in lengths:
             round_began, times = spent, shortest[kv]
             for index, count in enumerate(sizes[kv]):
                 if not number and (model.graphs is not None or model.device.type == "cuda"):
-                    _time_once(model, batch, count, kv)  # captures a graph, compiles kernels
+                    time_forward(model, batch, count, kv)  # captures a graph, compiles kernels
                 took = milliseconds(count, kv)
-                if not number and index and took > STEEPEST * times[batch]:
+                if not number and index and took > STEEPEST * times[batch][0]:
                     took = min(took, milliseconds(count, kv))  # another program may have disturbed it
-                times[count] = min(took, times.get(count, math.inf))
+                times[count] = sorted([*times.get(count, []), took])[:2]
                 spent += took
-                is_late = spent - round_began > LONGEST * 1e3 or took > STEEPEST * times[batch]
+                is_late = spent - round_began > LONGEST * 1e3 or took > STEEPEST * times[batch][0]
                 if not number and index and is_late:
                     break
-            sizes[kv] = [count for count in times if times[count] <= CHEAP * times[batch]]
-    return {kv: at_knots(list(times), list(times.values())) for kv, times in shortest.items()}
+            sizes[kv] = _timed_again({count: each[0] for count, each in times.items()})
+        number += 1
+        agree = number > 1 and all(_agree(shortest[kv][count]) for kv in lengths for count in sizes[kv])
+    return {kv: at_knots([*times], [least for least, *_ in times.values()]) for kv, times in shortest.items()}, agree
 
 
-def _time_once(model: TreeModel, batch: int, count: int, kv: int) -> float:
+def _timed_again(times: dict[int, float]) -> list[int]:
+    """The numbers of nodes that are cheap, and those that take too long beside the one before (StepTimes.fault)."""
+    counts = [*times]
+    plain = times[counts[0]]
+    late = [after for before, after in pairwise(counts) if times[after] > SLACK * after / before * times[before]]
+    return [count for count in counts if times[count] <= CHEAP * plain or count in late]
+
+
+def _agree(shortest: Sequence[float]) -> bool:
+    """True if two shortest times, ascending, are what an undisturbed forward takes."""
+    return len(shortest) == 2 and shortest[1] <= AGREE * shortest[0]
+
+
+def time_forward(model: TreeModel, batch: int, count: int, kv: int) -> float:
     """Seconds until the results of a batch of roots and their children, `count` in all, are on the host.
 
     Each sequence has `kv` - 2 cached tokens.

@@ -3,6 +3,8 @@
 There is one JSON file per model, precision, device, number of threads and version, in `~/.cache/lpr/step_times`
 (XDG_CACHE_HOME moves it); it saves seconds of measuring. Rank 0 reads it for all ranks, as it measures for all. The
 file need not be right: rank 0 follows what steps really take (lpr.core.step_times), which `Engine.close` writes back.
+Times that cannot be right, or that were measured while another program disturbed the machine, are used and not kept, so
+that the next start measures again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from lpr.files import replace_file
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 
-_MEASURED_AS = 2
+_LOG = logging.getLogger(__name__)
+_MEASURED_AS = 3
 """Raised when `measure_step_times` measures in another way, so that older files are not read."""
 
 
@@ -40,7 +43,7 @@ class StartTimes:
         self.follows = True
         """True if the times that steps really take change them."""
         self.path: Path | None = None
-        """The file that keeps them; None if they were not measured."""
+        """The file that keeps them; None if they were not measured, or not undisturbed."""
         self._comm = comm
 
     def find(self, model: TreeModel, like: KVCache, max_nodes: int, max_length: int, max_batch_size: int) -> StepTimes:
@@ -55,7 +58,10 @@ class StartTimes:
             self.path = times_path(model, self._comm, *limits)
             self.times = self._read()
             if self.times is None:
-                self.times = measure_step_times(model, like, self._comm, *limits)
+                self.times, sure = measure_step_times(model, like, self._comm, *limits)
+                if not sure:
+                    _LOG.info("step times are not kept: repeated times differ, the machine is busy")
+                    self.path = None
                 self.keep(self.times)
         return self.times
 
@@ -64,9 +70,11 @@ class StartTimes:
         if self.path is None or not self.follows or times is None or not is_driver(self._comm):
             return
         try:
+            if fault := times.fault():
+                raise ValueError(fault)
             replace_file(self.path, json.dumps(times.to_json()).encode() + b"\n")
-        except OSError as failure:
-            logging.getLogger(__name__).info("step times are not kept: %s", failure)
+        except (OSError, ValueError) as failure:
+            _LOG.info("step times are not kept: %s", failure)
 
     def _read(self) -> StepTimes | None:
         """The step times in rank 0's file, on all ranks; None without a sound file, or if rank 0 was lost meanwhile."""
@@ -74,8 +82,7 @@ class StartTimes:
         if is_driver(self._comm) and self.path is not None:
             with contextlib.suppress(OSError, ValueError, TypeError, InputError):
                 data = self.path.read_bytes()
-                StepTimes.from_json(json.loads(data))
-                known = data
+                known = b"" if StepTimes.from_json(json.loads(data)).fault() else data
         length = int(self._comm.gather(torch.tensor([len(known)], dtype=torch.int32))[0, 0])
         found = self._comm.broadcast(known, length) if length else b""
         return StepTimes.from_json(json.loads(found)) if found else None
