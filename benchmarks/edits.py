@@ -154,7 +154,7 @@ def measure(options: EditsOptions, console: Console) -> dict[str, Any]:
 
 def run_model(options: EditsOptions, tasks: Sequence[Task], console: Console) -> list[dict[str, Any]]:
     """The model's own edits: steps, milliseconds and counted tokens by prediction; raises InputError if ids differ."""
-    nodes = {"window_size": 0, "trie_nodes": options.nodes} if options.nodes else {}
+    nodes: dict[str, Any] = {"window_size": 0, "trie_nodes": options.nodes} if options.nodes else {}
     engine = Engine.from_pretrained(options.model, DecodeConfig(max_batch_size=1, **nodes), dtype="float32")
     kinds: dict[str, list[Sequence[int]]] = {"none": [()] * len(tasks), "input": [task.prediction for task in tasks]}
     kinds["another task's"] = [task.prediction for task in others(tasks)]

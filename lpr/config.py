@@ -105,9 +105,10 @@ class DecodeConfig:
     """Longest branch of a draft, in tokens below the root; a long copied passage is one long branch."""
     num_candidates: Annotated[int, Meta(ge=0, le=64)] = 8
     """k: most likely next tokens kept per evaluated node, recycled as drafts. 0 switches recycling off."""
-    draft_heads: Literal["auto", "off"] = "auto"
-    """Draft also from the multi-token-prediction head of a checkpoint that has one. auto: where it has one that lpr
-    knows, and trie drafts are on; not with --tp."""
+    draft_heads: Literal["auto", "on", "off"] = "auto"
+    """Draft also from the multi-token-prediction head of a checkpoint that has one; trie drafts must be on, and --tp
+    off. auto: on a CPU. on: also on a GPU, where heads have not been run yet and rule out compiling; an error without a
+    head that works."""
     trie_capacity: Count = 1_000_000
     """Tokens that the trie shared between requests remembers; the oldest outputs are forgotten first."""
     max_batch_size: Count = 8

@@ -277,8 +277,10 @@ def test_a_head_beside_a_checkpoint(loaded: Loaded, tmp_path: Path, caplog: pyte
 
 
 def test_a_wrong_choice_is_named() -> None:
-    with pytest.raises(InputError, match="draft_heads='on' must be auto or off"):
-        DecodeConfig(draft_heads="on")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="draft_heads='yes' must be auto or on or off"):
+        DecodeConfig(draft_heads="yes")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="no prediction head that works"):
+        Engine.from_model(tiny_model(), decode=DecodeConfig(draft_heads="on"))
 
 
 def test_a_head_rests_where_it_earns_less_than_it_costs() -> None:

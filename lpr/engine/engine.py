@@ -97,7 +97,7 @@ class Engine:
         loaded = failure = tp = None
         if comm is not None and comm.tp_mesh is not None:
             tp = TensorParallel(comm.tp_mesh, options.tp_backend)
-        with_head = decode is None or decode.draft_heads == "auto"
+        with_head = decode is None or decode.draft_heads != "off"
         try:
             loaded = load(str(path_or_hub_id), options.dtype, options.device, tp, options.revision, with_head)
         except InputError as error:

@@ -62,7 +62,7 @@ def prepare(
             packed = pack_projections(loaded.model, partial(has_room_to_pack, model.device))
             logger.info("%d groups of projections are packed", packed)
         like = _accelerated(model) if _is_accelerated(model, loaded, comm) else self_check(model)
-        if loaded.head is not None and decode.draft_heads == "auto":
+        if loaded.head is not None and _wants_head(model, decode):
             if compiles:
                 raise InputError("compile='on' does not go with a prediction head: use --draft-heads off")
             _use_head(model, loaded.head, like, _is_accelerated(model, loaded, comm))
@@ -122,6 +122,11 @@ def _accelerated(model: TreeModel) -> KVCache:
         return like
 
 
+def _wants_head(model: TreeModel, decode: DecodeConfig) -> bool:
+    """True if a prediction head is to guess; on a GPU, where it has not been run, only if `decode` asks for it."""
+    return decode.draft_heads == "on" or (decode.draft_heads == "auto" and model.device.type == "cpu")
+
+
 def _use_head(model: TreeModel, head: DraftHead, like: KVCache, accelerates: bool) -> None:
     """Let a head guess; one that does not work is left out, with a warning."""
     try:
@@ -135,7 +140,7 @@ def _use_head(model: TreeModel, head: DraftHead, like: KVCache, accelerates: boo
 def _compiles(model: TreeModel, loaded: Loaded, decode: DecodeConfig, options: EngineOptions) -> bool:
     """True if the model is to be compiled; raises InputError if `options` ask for it and it cannot be."""
     wanted, captures = options.compile, model.capturer is not None
-    if wanted == "auto" and loaded.head is not None and decode.draft_heads == "auto":
+    if wanted == "auto" and loaded.head is not None and _wants_head(model, decode):
         return False  # compiled steps hand out no hidden states
     why = refusal(loaded.model)
     if wanted == "on" and why is not None:
