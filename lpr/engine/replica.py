@@ -252,9 +252,7 @@ class Replica:
                 num_ranks = membership.num_replicas if membership is not None else self.comm.size
                 sizes = resolve_sizes(decode, times, num_ranks)
                 if decode.draft_heads == "on" and self.model.guesser is None:
-                    raise InputError(
-                        "draft_heads='on', but this engine has no prediction head that works"
-                    )
+                    raise InputError("draft_heads='on', but this engine has no prediction head that works")
                 if self.model.guesser is not None and decode.draft_heads != "off" and sizes.trie_nodes:
                     sizes = replace(sizes, num_guesses=NUM_GUESSES)
                 self._set_up(decode, sizes, times, self.comm, keep_drafts)
