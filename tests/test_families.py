@@ -72,6 +72,14 @@ def test_a_shimmed_model_still_generates_by_itself(name: str) -> None:
     assert stock_greedy(model) == before
 
 
+@pytest.mark.parametrize("name", ["rwkv", "deepseek_v4", "openai-gpt"])
+def test_a_refusal_by_name_is_one_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No other form of attention is tried."""
+    with pytest.raises(InputError, match="cannot run a token tree: "):
+        Engine.from_model(tiny_model(BY_NAME[name]))
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("name", ["rwkv", "inkling2_text", "deepseek_v4", "qwen4_exp_text", "openai-gpt"])
 def test_the_self_check_finds_what_no_config_tells(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recurrent and sparse models are refused by their name for it, and would be without that as well."""
