@@ -24,13 +24,16 @@ for (const wrong of [{ model: "gpt" }, { nonsense: 1 }, { temperature: -1 }]) {
 const left = await client.completions.create({ ...body, prompt: "cancel me", max_tokens: 400, stream: true });
 for await (const _ of left) break; // which drops the connection
 if (process.argv[3]) {
-  const schema = { type: "object", properties: { city: { type: "string" } } };
+  const properties = { city: { type: "string", enum: ["Rome", "Oslo"] } };
+  const schema = { type: "object", properties, required: ["city"], additionalProperties: false };
   const tools = [{ type: "function", function: { name: "weather", parameters: schema } }];
-  const choice = (await client.chat.completions.stream({ model: "fake", messages, tools }).finalChatCompletion()).choices[0];
+  const how = { model: "fake", tool_choice: process.argv[3], parallel_tool_calls: false };
+  const choice = (await client.chat.completions.stream({ ...how, messages, tools }).finalChatCompletion()).choices[0];
   const result = { role: "tool", tool_call_id: choice.message.tool_calls[0].id, content: "sunny" };
-  await client.chat.completions.create({ model: "fake", messages: [...messages, choice.message, result], tools });
+  const after = [...messages, choice.message, result];
+  found.after = (await client.chat.completions.create({ model: "fake", messages: after, tools, tool_choice: "none", max_tokens: 8 })).usage.completion_tokens;
   const response = await client.responses
-    .stream({ model: "fake", input: "u", store: false, tools: [{ type: "function", name: "weather", parameters: schema, strict: false }] })
+    .stream({ ...how, input: "u", store: false, tools: [{ type: "function", name: "weather", parameters: schema, strict: false }] })
     .finalResponse();
   found.calls = [
     choice.finish_reason,

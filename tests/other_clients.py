@@ -66,7 +66,7 @@ def vim_plugin() -> Path | None:
 
 
 def ask_with_node(url: str, *more: str) -> dict[str, Any]:
-    """What the official Node client gets; with any word `more`, calls of tools too."""
+    """What the official Node client gets; with a word for `tool_choice`, calls of tools too."""
     modules = node_modules()
     assert modules is not None
     with tempfile.TemporaryDirectory() as folder:

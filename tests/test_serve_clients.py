@@ -36,7 +36,7 @@ def test_nodes_openai_client_calls_tools():
         pytest.skip("needs node, and $LPR_NODE_MODULES with the package openai in it (npm install openai)")
     with served(facts(chat_templates={"default": "{{ tools }}{{ messages }}<tool_call>"}, max_length=4096)) as service:
         service.driver.text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-        found = clients.ask_with_node(service.url, "tools")
+        found = clients.ask_with_node(service.url, "auto")
         call = ["weather", '{"city": "Rome"}']
         assert found["calls"] == ["tool_calls", [call], [call]]
 

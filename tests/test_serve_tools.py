@@ -10,6 +10,7 @@ import time
 import anthropic
 import httpx
 import openai
+import other_clients as clients
 import psutil
 import pytest
 from serving import SMALL, make_model, serving
@@ -37,7 +38,14 @@ def service(tmp_path_factory):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    flags = ("--served-model-name", "m", "claude", "--share-drafts", "none")  # so that a call takes many steps again
+    flags = (
+        "--served-model-name",
+        "m",
+        "claude",
+        "fake",
+        "--share-drafts",
+        "none",
+    )  # so that a call takes many steps again
     with serving(folder, *flags, *SMALL, lp=2) as running:
         yield running
 
@@ -47,23 +55,49 @@ def check(arguments):
     assert 40 <= len(arguments["note"]) <= 60
 
 
-def chat_stream(service, on_event=lambda number: None, **more):
-    """The calls of a streamed chat, as their names and arguments, and how it ended."""
-    body = {**SAMPLED, "messages": USER, "tools": [CHAT_TOOL], "tool_choice": "required", "seed": 5, "stream": True}
-    calls, finish, number = {}, None, 0
-    with httpx.stream("POST", service.url + "/v1/chat/completions", json={**body, **more}, timeout=150) as answer:
+def pieces_of_chat(event):
+    return [call["function"]["arguments"] for call in event["choices"][0]["delta"].get("tool_calls", ())]
+
+
+def pieces_of_response(event):
+    return [event["delta"]] if event["type"] == "response.function_call_arguments.delta" else []
+
+
+def pieces_of_message(event):
+    return [event["delta"].get("partial_json", "")] if event["type"] == "content_block_delta" else []
+
+
+BODY = {"temperature": 0, "stream": True}
+TOOL = {"type": "function", "name": "weather", "parameters": SCHEMA}
+ONE = {"type": "any", "disable_parallel_tool_use": True}
+ROUTES = {
+    "/v1/chat/completions": (
+        {**SAMPLED, **BODY, "messages": USER, "tools": [CHAT_TOOL], "tool_choice": "required"}, pieces_of_chat,
+    ),
+    "/v1/responses": (
+        {**BODY, "model": "m", "input": "u", "tools": [TOOL], "tool_choice": "required", "max_output_tokens": 300,
+         "parallel_tool_calls": False, "store": False}, pieces_of_response,
+    ),
+    "/v1/messages": (
+        {**BODY, "model": "claude", "max_tokens": 300, "messages": USER, "tool_choice": ONE,
+         "tools": [{"name": "weather", "input_schema": SCHEMA}]}, pieces_of_message,
+    ),
+}  # fmt: skip
+"""The body of a stream that calls the tool, and what of an event belongs to its arguments."""
+
+
+def streamed_arguments(service, path, after=lambda number: None):
+    """The arguments of the call of a stream, and in how many pieces they came; `after` is called with each number."""
+    body, pieces_of = ROUTES[path]
+    pieces = []
+    with httpx.stream("POST", service.url + path, json=body, timeout=150) as answer:
+        assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            number += 1
-            on_event(number)
-            choice = json.loads(line[6:])["choices"][0]
-            finish = choice["finish_reason"] or finish
-            for each in choice["delta"].get("tool_calls", ()):
-                call = calls.setdefault(each["index"], ["", ""])
-                call[0] += each["function"].get("name", "")
-                call[1] += each["function"]["arguments"]
-    return list(calls.values()), finish, number
+            if line.startswith("data: {"):
+                for piece in filter(None, pieces_of(json.loads(line[6:]))):
+                    pieces.append(piece)
+                    after(len(pieces))
+    return "".join(pieces), len(pieces)
 
 
 def test_openais_sdk_makes_the_round_trip(service):
@@ -103,25 +137,50 @@ def test_anthropics_sdk_makes_the_round_trip(service):
 
 
 def test_models_by_alias(service):
-    assert [each["id"] for each in service.client.get("/v1/models").json()["data"]] == ["m", "claude"]
+    assert [each["id"] for each in service.client.get("/v1/models").json()["data"]] == ["m", "claude", "fake"]
     assert service.client.get("/v1/models/claude").json()["id"] == "claude"
     assert service.client.get("/v1/models/gpt").status_code == 404
 
 
-def test_a_driver_that_is_killed_within_a_call_leaves_it_unchanged(service):
+def test_nodes_sdk_makes_the_round_trip(service):
+    if clients.node_modules() is None:
+        pytest.skip("needs node, and $LPR_NODE_MODULES with the package openai in it (npm install openai)")
+    found = clients.ask_with_node(service.url, "required")
+    finish, called, of_response = found["calls"]
+    assert finish == "tool_calls" and found["after"] > 0 and len(called) == len(of_response) == 1
+    for name, arguments in (*called, *of_response):
+        assert name == "weather" and json.loads(arguments)["city"] in ("Rome", "Oslo")
+
+
+def metric(service, pattern):
+    """The value of a metric, -1 without it."""
+    found = re.search(rf"^{pattern} (\S+)$", service.client.get("/metrics").text, re.M)
+    return float(found[1]) if found else -1.0
+
+
+def wait_for(service, pattern, value):
+    end = time.monotonic() + 150
+    while metric(service, pattern) != value:
+        assert time.monotonic() < end, f"{pattern} is {metric(service, pattern)}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_driver_that_is_killed_within_a_call_leaves_it_unchanged(service, path):
     """The other of two ranks takes over."""
-    wanted, finish, number = chat_stream(service)
-    check(json.loads(wanted[0][1]))
-    assert finish == "tool_calls" and number > 10
+    wait_for(service, "lpr:lp(?:\\{.*\\})?", 2.0)
+    takeovers = "lpr:rank_events_total\\{.*takeover.*\\}"
+    before = metric(service, takeovers)
+    wanted, number = streamed_arguments(service, path)
+    check(json.loads(wanted))
+    assert number > 6
 
     def kill(at):
-        if at == 8:
-            ranks = psutil.Process(service.process.pid).children(recursive=True)
-            ranks = [each for each in ranks if "lpr.serve.ranks.rank" in each.cmdline()]
-            next(each for each in ranks if each.environ().get("RANK") == "0").kill()
+        if at == 3:
+            family = psutil.Process(service.process.pid).children(recursive=True)
+            ranks = [each for each in family if "lpr.serve.ranks.rank" in each.cmdline() and "RANK" in each.environ()]
+            # The first to come drives, and of those that came together rank 0.
+            min(ranks, key=lambda each: (each.create_time(), each.environ()["RANK"])).kill()
 
-    assert chat_stream(service, kill)[:2] == (wanted, finish)
-    end = time.monotonic() + 20
-    while not re.search(r'event="takeover".* 1\.0$', found := service.client.get("/metrics").text, re.M):
-        assert time.monotonic() < end, "\n".join(line for line in found.splitlines() if "rank_event" in line)
-        time.sleep(0.05)
+    assert streamed_arguments(service, path, kill)[0] == wanted
+    wait_for(service, takeovers, before + 1)
