@@ -42,8 +42,8 @@ class Account:
     def withdraw(self, amount):
         """Subtract amount from the balance."""
 '''
-# Sampled, because the small bundled model soon repeats itself when it is greedy. With this seed it completes the method,
-# writes another one and ends.
+# Sampled, because the small bundled model soon repeats itself when it is greedy. With this seed it completes the
+# method, writes another one and ends.
 DEMO_SAMPLING = {"max_new_tokens": 200, "temperature": 0.6, "seed": 5}
 """Sampling of the built-in prompt where flags set nothing else."""
 
