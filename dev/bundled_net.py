@@ -57,64 +57,62 @@ def token_losses(model, ids):
     return nn_f.cross_entropy(logits.flatten(0, 1), ids[:, 1:].reshape(-1), reduction="none").view(logits.shape[:2])
 
 
+def has_bf16(device):
+    """Return True if the device multiplies in bf16; others emulate it slowly."""
+    return device.type == "cuda" or torch.cpu.get_capabilities().get("avx512_bf16", False)
+
+
 def token_logits(model, ids):
-    """Return the logits (batch, length, vocabulary) of ids[:, 1:], computed in bf16 from the fp32 master weights.
+    """Return the logits (batch, length, vocabulary) of ids[:, 1:], computed in bf16 where the device has it.
 
     It is the forward pass of LlamaForCausalLM written out, with the projections of one input fused, so that
-    it compiles into few kernels; `evaluate` compares the two.
+    it compiles into few kernels; `evaluate` compares the two. The master weights are fp32.
     """
-    cfg, bf16 = model.config, torch.bfloat16
+    cfg, dtype = model.config, torch.bfloat16 if has_bf16(ids.device) else torch.float32
     batch, length = ids.shape[0], ids.shape[1] - 1
     heads, kv, dim = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
     position = torch.arange(length, device=ids.device, dtype=torch.float32)
     frequency = 10000.0 ** (-torch.arange(0, dim, 2, device=ids.device, dtype=torch.float32) / dim)
     angle = position[:, None] * frequency[None]
-    cos, sin = angle.cos().to(bf16), angle.sin().to(bf16)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
 
     def norm(x, module):
         wide = x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + cfg.rms_norm_eps)
-        return (wide * scale * module.weight).to(bf16)
+        return (wide * scale * module.weight).to(dtype)
 
     def rotate(x):
         left, right = x[..., : dim // 2], x[..., dim // 2 :]
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
-    embedding = model.model.embed_tokens.weight.to(bf16)
+    embedding = model.model.embed_tokens.weight.to(dtype)
     h = nn_f.embedding(ids[:, :-1], embedding)
     for layer in model.model.layers:
         att, mlp = layer.self_attn, layer.mlp
         x = norm(h, layer.input_layernorm)
         weight = torch.cat([att.q_proj.weight, att.k_proj.weight, att.v_proj.weight])
-        qkv = nn_f.linear(x, weight.to(bf16))
+        qkv = nn_f.linear(x, weight.to(dtype))
         q, k, v = qkv.view(batch, length, heads + 2 * kv, dim).transpose(1, 2).split([heads, kv, kv], 1)
         k, v = rotate(k).repeat_interleave(heads // kv, 1), v.repeat_interleave(heads // kv, 1)
         out = nn_f.scaled_dot_product_attention(rotate(q), k, v, is_causal=True)
         out = out.transpose(1, 2).reshape(batch, length, heads * dim)
-        h = h + nn_f.linear(out, att.o_proj.weight.to(bf16))
+        h = h + nn_f.linear(out, att.o_proj.weight.to(dtype))
         x = norm(h, layer.post_attention_layernorm)
-        gate, up = nn_f.linear(x, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(bf16)).chunk(2, -1)
-        h = h + nn_f.linear(nn_f.silu(gate) * up, mlp.down_proj.weight.to(bf16))
+        gate, up = nn_f.linear(x, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(dtype)).chunk(2, -1)
+        h = h + nn_f.linear(nn_f.silu(gate) * up, mlp.down_proj.weight.to(dtype))
     return nn_f.linear(norm(h, model.model.norm), embedding).float()
 
 
-def batch_loss(model, ids, weight, scale, starts, within):
+def batch_loss(model, ids, weight, scale):
     """Return the summed training loss, and the summed likelihood loss of all positions of positive weight.
 
     Positive weights multiply the negative log-likelihood, negative ones the unlikelihood -log(1 - p) (Welleck et al.
-    2019); zero leaves a position out. weight[:, i] belongs to the prediction of ids[:, i + 1]. `within` weighs the
-    unlikelihood of the tokens `starts`, with which files begin or end, together.
+    2019); zero leaves a position out. weight[:, i] belongs to the prediction of ids[:, i + 1].
     """
-    logits = token_logits(model, ids)
-    nll = nn_f.cross_entropy(logits.flatten(0, 1), ids[:, 1:].reshape(-1), reduction="none").view(weight.shape)
-    begun = torch.exp(logits[..., starts].logsumexp(-1) - logits.logsumexp(-1))
-    loss = torch.where(weight >= 0, nll * weight, -weight * unlikely(torch.exp(-nll))) + within * unlikely(begun)
+    nll = token_losses(model, ids)
+    unlikely = -torch.log((1 - torch.exp(-nll)).clamp_min(1e-4))
+    loss = torch.where(weight >= 0, nll * weight, -weight * unlikely)
     return loss.sum() * scale, (nll.detach() * (weight > 0)).sum()
-
-
-def unlikely(probability):
-    """Return the unlikelihood loss -log(1 - p)."""
-    return -torch.log((1 - probability).clamp_min(1e-4))
 
 
 def make_repetition(row, weight, rng, newlines):
@@ -150,3 +148,22 @@ def export(model, weights, args, card):
         path.chmod(0o644)
         os.replace(path, out / path.name)
     temp.rmdir()
+
+
+def mix(args):
+    """Write the weighted mean of several weights; the first has the tokenizer, and the rows that a narrower one lacks.
+
+    Weights of one lineage can be averaged (Wortsman et al. 2022): what only one training has learned is damped.
+    """
+    folders, shares = zip(*(part.rsplit("=", 1) for part in args.parts), strict=True)
+    shares = [float(share) / sum(map(float, shares)) for share in shares]
+    models = [LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+    mixed = dict(models[0].named_parameters())
+    with torch.no_grad():
+        for name, value in mixed.items():
+            parts = [dict(model.named_parameters())[name] for model in models]
+            whole = [torch.cat([part, value[len(part) :]]) for part in parts]
+            value.copy_(sum(share * part for share, part in zip(shares, whole, strict=True)))
+    skipped = shutil.ignore_patterns("*.safetensors", "training.json")
+    shutil.copytree(folders[0], args.out, ignore=skipped, dirs_exist_ok=True)
+    models[0].to(torch.bfloat16).save_pretrained(args.out)

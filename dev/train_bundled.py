@@ -31,7 +31,7 @@ import time
 import numpy as np
 import torch
 from bundled_measures import collect_stuck, evaluate
-from bundled_net import batch_loss, export, load_model, make_model, make_repetition, token_losses
+from bundled_net import batch_loss, export, load_model, make_model, make_repetition, mix, token_losses
 from bundled_text import FIM, collect
 from transformers import AutoTokenizer
 
@@ -74,12 +74,10 @@ class Batches:
         self.data = np.fromfile(work / "train.bin", dtype=np.uint16)
         self.blocks, self.seed, self.rows = (len(self.data) - 1) // 2048, args.seed, max(1, args.tokens // 2048)
         self.order, self.order_epoch = None, -1
-        self.middle_weight, self.end_weight, self.start_weight = args.middle_weight, args.end_weight, args.start_weight
+        self.middle_weight, self.end_weight = args.middle_weight, args.end_weight
         self.marks = np.array([*tokenizer.convert_tokens_to_ids(list(FIM)), tokenizer.eos_token_id])
         texts = [tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer))]
         self.newlines = np.array([set(text) == {"\n"} for text in texts])
-        self.in_line = np.array([text != "" and not text[-1].isspace() for text in texts])
-        self.starts = np.array([texts.index(word) for word in ("import", "from")] + [tokenizer.eos_token_id])
         self.stuck = dict(np.load(work / "stuck.npz")) if args.stuck_share else None
 
     def get(self, state, length, repeat_share, stuck_share):
@@ -106,14 +104,6 @@ class Batches:
                 picked = np.arange(first, first + length + 1) % len(self.stuck["ids"])
                 row[:], weight[:] = self.stuck["ids"][picked], self.stuck["weight"][picked[1:]]
         return torch.from_numpy(ids), torch.from_numpy(weights)
-
-    def within(self, ids):
-        """Return the start weight for predictions in the middle of a line, where a file neither begins nor ends.
-
-        Middles are left out, because they may end anywhere, and so are predictions of the very tokens.
-        """
-        free = self.in_line[ids[:, :-1]] & ~np.isin(ids[:, 1:], self.starts) & ~self.inside(ids)[:, 1:]
-        return torch.from_numpy(free) * self.start_weight
 
     def inside(self, ids):
         """Return a mask of the tokens of a middle, with its end token and without its marker."""
@@ -156,7 +146,6 @@ def train(args):
     loss_function = torch.compile(batch_loss, dynamic=False) if args.compile else batch_loss
     clock = Clock(args.minutes, args.deadline, state["counted"], args.count_all)
     batches = Batches(work, args, tokenizer)
-    starts = torch.from_numpy(batches.starts).to(device)
     last_export = last_log = time.time()
     while (progress := clock.progress()) < 1.0 and not (args.max_steps and state["step"] >= args.max_steps):
         began = time.time()
@@ -167,12 +156,11 @@ def train(args):
         late = progress > args.repeat_from
         shares = (args.repeat_share, args.stuck_share) if late else (0.0, 0.0)
         ids, weight = (x.to(device) for x in batches.get(state, length, *shares))
-        within = batches.within(ids.cpu().numpy()).to(device)
         total, micro = torch.zeros((), device=device), max(1, args.micro // length)
         scale = 1.0 / weight.abs().sum()
         for i in range(0, len(ids), micro):
             part = slice(i, i + micro)
-            loss, nll = loss_function(model, ids[part], weight[part], scale, starts, within[part])
+            loss, nll = loss_function(model, ids[part], weight[part], scale)
             loss.backward()
             total += nll
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -274,7 +262,6 @@ def main():
         ("stuck-share", float, 0.0),
         ("middle-weight", float, 1.0),
         ("end-weight", float, 1.0),
-        ("start-weight", float, 0.0),
         ("export-minutes", float, 10),
         ("max-steps", int, 0),
         ("slice-rows", int, 24),
@@ -287,6 +274,10 @@ def main():
     p.add_argument("--compile", action="store_true")
     p.add_argument("--count-all", action="store_true", help="also count time in which the process was stopped")
     p.set_defaults(run=train)
+    p = commands.add_parser("mix")
+    p.add_argument("parts", nargs="+", metavar="DIR=SHARE", help="weights to average; the first is the widest")
+    p.add_argument("--out", required=True)
+    p.set_defaults(run=mix)
     p = commands.add_parser("eval", parents=[shared])
     p.add_argument("--model", default="lpr/assets/bundled")
     p.add_argument("--classeval", required=True, help="ClassEval as JSON lines")

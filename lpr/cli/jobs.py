@@ -42,9 +42,9 @@ class Account:
     def withdraw(self, amount):
         """Subtract amount from the balance."""
 '''
-# Sampled, because the small bundled model soon repeats itself when it is greedy. With this seed it completes the method
-# and ends.
-DEMO_SAMPLING = {"max_new_tokens": 200, "temperature": 0.6, "seed": 47}
+# Sampled, because the small bundled model soon repeats itself when it is greedy. With this seed it completes the
+# method, writes another one and ends.
+DEMO_SAMPLING = {"max_new_tokens": 200, "temperature": 0.6, "seed": 5}
 """Sampling of the built-in prompt where flags set nothing else."""
 
 
