@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    LlamaForCausalLM,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -32,6 +33,7 @@ import lpr.drop_in.rows
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
 from lpr.drop_in.lookahead import EngineCache
 from lpr.drop_in.rows import OutputRow
+from lpr.model.kv_cache import cache_argument
 
 SMALL = Lookahead(DecodeConfig(window_size=5, ngram_size=4, guess_set_size=4, trie_nodes=24))
 PLAIN = Lookahead(DecodeConfig.autoregressive())
@@ -322,6 +324,7 @@ def test_a_processor_with_a_state(llama3: PreTrainedModel) -> None:
     assert made[0].calls == made[1].calls == 40
 
 
+CACHE = cache_argument(LlamaForCausalLM.forward) or ""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, r"beam search \(num_beams\)"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, r"assisted generation \(prompt_lookup_num_tokens\)"),
@@ -329,7 +332,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dola": ({"dola_layers": "low"}, r"dola generation \(dola_layers\)"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-    "past": ({"past_key_values": DynamicCache()}, "past_key_values"),
+    "past": ({CACHE: DynamicCache()}, CACHE),
     "guidance": ({"guidance_scale": 1.5}, "guidance_scale one row at a time"),
     "synced": ({"synced_gpus": True}, "synced_gpus"),
     "right padding": ({"attention_mask": THREE["attention_mask"].flip(1)}, "pad on the left"),

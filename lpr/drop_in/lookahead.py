@@ -25,6 +25,7 @@ from lpr.config import DecodeConfig, InputError
 from lpr.drop_in.rows import OutputBatch, OutputRow
 from lpr.engine.engine import Engine
 from lpr.engine.request import Request
+from lpr.model.kv_cache import CACHE_ARGUMENTS
 from lpr.model.loader import wrap
 
 
@@ -156,7 +157,7 @@ def prompts_of(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[li
 
 
 # generate() passes these for every model; a token tree has no place for other inputs.
-_HONOURED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values"}
+_HONOURED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", *CACHE_ARGUMENTS}
 
 
 def refuse(
@@ -179,10 +180,11 @@ def refuse(
                 _refuse(name)
     if config.cache_implementation == "quantized":
         _refuse("cache_implementation='quantized'")
-    cache = model_kwargs.get("past_key_values")
+    argument = next((each for each in CACHE_ARGUMENTS if each in model_kwargs), CACHE_ARGUMENTS[0])
+    cache = model_kwargs.get(argument)
     is_fresh = cache is None or (isinstance(cache, DynamicCache) and cache.get_seq_length() == 0)
     if getattr(cache, "_is_user_defined", False) or not (is_fresh or config.cache_implementation):
-        _refuse("past_key_values: it keeps a cache of its own")
+        _refuse(f"{argument}: it keeps a cache of its own")
     for name, value in model_kwargs.items():
         if value is not None and name not in _HONOURED:
             _refuse(name)
