@@ -21,10 +21,10 @@ from lpr.model.cpu.source import fingerprint
 from lpr.model.kv_cache import cache_argument
 
 _LAYERS = {
-    *("71b701065cc15a6b", "8e2900e6108aca19", "db041ea3d0115ca2", "824e3dff51418bcf"),  # transformers up to 5.23
-    *("ae4f75f20f7997b6", "d7b491a24b805ade", "c5f70c0eede5b43b", "47787df3ffc2ccde"),  # since 5.24
+    *("71b701065cc15a6b", "8e2900e6108aca19", "db041ea3d0115ca2"),  # transformers up to 5.23
+    *("ae4f75f20f7997b6", "d7b491a24b805ade", "c5f70c0eede5b43b"),  # since 5.24
 }
-"""Forms of DecoderLayer.forward: of Llama, Mixtral, Granite and its MoE; the last two scale what a layer adds."""
+"""Forms of DecoderLayer.forward: of Llama, Mixtral and Granite, which scales what a layer adds."""
 _ATTENTION = {
     **{"df4c95b9eddfe515": False, "f2f6da22a689a298": True},  # transformers up to 5.23
     **{"819f085febce417d": False, "ea3469865f51b5c4": True},  # since 5.24
