@@ -71,6 +71,7 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+CACHE = cache_argument(LlamaForCausalLM.forward) or ""
 ONE, THREE = padded(12), padded(12, 3, 30)
 
 
@@ -324,7 +325,14 @@ def test_a_processor_with_a_state(llama3: PreTrainedModel) -> None:
     assert made[0].calls == made[1].calls == 40
 
 
-CACHE = cache_argument(LlamaForCausalLM.forward) or ""
+@pytest.mark.filterwarnings("ignore")  # that slow kernels are used
+def test_a_model_without_attention() -> None:
+    mamba = tiny_model("mamba", seed=3, spread=0.1, state_size=8)
+    for _ in range(2):
+        stock, mine = both(mamba, **ONE)
+        assert mine.tolist() == stock.tolist()
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, r"beam search \(num_beams\)"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, r"assisted generation \(prompt_lookup_num_tokens\)"),

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from lpr.config import DecodeConfig, InputError
@@ -180,11 +180,9 @@ def refuse(
                 _refuse(name)
     if config.cache_implementation == "quantized":
         _refuse("cache_implementation='quantized'")
-    argument = next((each for each in CACHE_ARGUMENTS if each in model_kwargs), CACHE_ARGUMENTS[0])
-    cache = model_kwargs.get(argument)
-    is_fresh = cache is None or (isinstance(cache, DynamicCache) and cache.get_seq_length() == 0)
-    if getattr(cache, "_is_user_defined", False) or not (is_fresh or config.cache_implementation):
-        _refuse(f"{argument}: it keeps a cache of its own")
+    for name in CACHE_ARGUMENTS:
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):  # and not made by generate
+            _refuse(f"{name}: it keeps a cache of its own")
     for name, value in model_kwargs.items():
         if value is not None and name not in _HONOURED:
             _refuse(name)
