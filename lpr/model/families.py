@@ -27,6 +27,7 @@ _RECURRENT = "recurrent state: {} the past into one state by code of its own, wh
 
 _REASONS = {
     "rwkv": "recurrent state in no cache: its forward returns it in a list",
+    "xlm": "its forward takes no cache of keys and values: what it calls a cache is a dictionary",
     "xlstm": "recurrent state in a cache of its own, scaled by a running maximum",
     "inkling2_text": "recurrent state behind convolutions whose weights each token chooses, as it does attention sinks",
 }
