@@ -18,11 +18,11 @@ import torch
 from pretend_device import CUDA, OnGpu, PretendError, PretendGpu, current_gpu, held, to_gpu
 from pretend_graphs import Capture, Graph
 from pretend_guard import load_guard
-from pretend_kernels import Launched, exact_kernel, kernel, sampling_kernel
+from pretend_kernels import Launched, exact_kernel, kernel, likeliest_kernel, sampling_kernel
 from pretend_streams import Event, RaceError, Stream
 
 from lpr.model import step_inputs
-from lpr.model.sampling.choice import gpu_pick
+from lpr.model.sampling.choice import gpu_likeliest, gpu_pick
 
 __all__ = [
     "CUDA", "Launched", "OnGpu", "PretendError", "PretendGpu", "RaceError", "gpu", "guard", "held",
@@ -86,9 +86,12 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(attention_kernel, "tree_attention", kernel)
     monkeypatch.setattr("lpr.model.kernels.exact_kernel.tree_attention", exact_kernel)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.choose", sampling_kernel)
+    monkeypatch.setattr("lpr.model.kernels.sampling_kernel.likeliest", likeliest_kernel)
     storage_of = step_inputs.storage_of
     monkeypatch.setattr(step_inputs, "storage_of", lambda tensor: storage_of(held(tensor)))
-    gpu_pick.cache_clear()
+    for each in (gpu_pick, gpu_likeliest):
+        each.cache_clear()
     with PretendGpu() as machine:
         yield machine
-    gpu_pick.cache_clear()
+    for each in (gpu_pick, gpu_likeliest):
+        each.cache_clear()

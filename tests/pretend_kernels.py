@@ -86,3 +86,19 @@ def sampling_kernel(logits: Any, selection: Selection) -> tuple[torch.Tensor, to
 
     current_gpu().launch(run, [logits, selection.words], [out, totals])
     return out, totals
+
+
+def likeliest_kernel(logits: Any, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Stands for the kernels of likely tokens, likewise."""
+    if not isinstance(logits, OnGpu):
+        raise PretendError("the kernel of likely tokens was given logits on the CPU")
+    shape = len(logits), min(count, logits.shape[1])
+    made = [logits.new_empty(*shape, dtype=torch.float32), logits.new_empty(*shape, dtype=torch.int64)]
+    made.append(logits.new_empty(len(logits), dtype=torch.float32))
+
+    def run() -> None:
+        for out, found in zip(made, specification.likeliest(held(logits), count), strict=True):
+            out.held.copy_(found)
+
+    current_gpu().launch(run, [logits], made)
+    return made[0], made[1], made[2]

@@ -203,7 +203,7 @@ def loaded_there(gpu: PretendGpu, small_bundled: Path, monkeypatch: pytest.Monke
     on_cpu = gpu_parts.Sizes.tiny(torch.device("cpu"))
     gpu.memory = 80 << 30, 84 << 30
     # An engine takes what it is told of, and here it is the host's.
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: ((2 << 30) + (48 << 20), 4 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: ((2 << 30) + (256 << 20), 4 << 30))
     monkeypatch.setattr(loader, "_read_to", read_there)
     monkeypatch.setattr(torch.nn.Module, "to", moved)
     monkeypatch.setattr(models, "random_model", lambda shape, sizes: there(make(shape, on_cpu)))

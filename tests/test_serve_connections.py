@@ -55,7 +55,7 @@ class App:
 
 @contextlib.contextmanager
 def running(kind, most=8, tls=None):
-    """A port with an App behind it: `app`, `connect()`, `ask(path)`."""
+    """A port with an App behind it: `app`, `connect()`, `ask(path)`, and its `loop`."""
     app, loop = App(), asyncio.new_event_loop()
     listening = Port(socket.create_server(("127.0.0.1", 0)), most, tls)
     config = uvicorn.Config(
@@ -88,7 +88,7 @@ def running(kind, most=8, tls=None):
         server.should_exit = True
 
     try:
-        yield SimpleNamespace(app=app, connect=connect, ask=ask)
+        yield SimpleNamespace(app=app, connect=connect, ask=ask, loop=loop)
     finally:
         app.release.set()
         for link in opened:
@@ -184,6 +184,15 @@ def test_idle_connections_keep_nobody_out(kind):
         assert read(idle[0])[0] == 408  # the first to come has waited longest, and had begun a head
         assert read(idle[1])[0] == 0
         assert not is_closed(idle[7], 0.1)
+
+
+def test_idle_connections_that_come_in_one_turn_of_the_loop_give_way_too(kind):
+    """They are accepted before any of them has been set up."""
+    with running(kind, most=8) as service:
+        service.loop.call_soon_threadsafe(time.sleep, 0.5)
+        idle = [service.connect() for _ in range(9)]
+        assert service.ask() == (200, b"ok")
+        assert [is_closed(link, 0.2) for link in (*idle[:2], idle[8])] == [True, True, False]
 
 
 @pytest.mark.parametrize("begun", ["kept alive", "head", "body", "unread"])

@@ -555,7 +555,7 @@ def test_queued_tokens():
     with served(max_queued_tokens=50) as service:
         service.driver.hold = True
         answers = [ask_in_thread(service, "a") for _ in range(5)]
-        wait_for(lambda: service.front.service.num_running == 4)
+        wait_for(lambda: (service.front.service.num_running, num_open(service)) == (4, 5))
         answers.append(ask_in_thread(service, "a", prompt=[7] * 30))
         wait_for(lambda: service.front.service.num_queued_tokens == 30)
         refused(service, "a", "--max-queued-tokens is 50", prompt=[7] * 30)

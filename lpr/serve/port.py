@@ -48,7 +48,7 @@ class Port:
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, float] = {}  # until when; the first has waited longest
         self._lingering: set[Connection] = set()
-        self._handshakes: dict[Connection, asyncio.Task[None] | None] = {}
+        self._handshakes: dict[Connection, asyncio.Task[None]] = {}
         self._refused: deque[socket.socket] = deque()
         self._sweeping: asyncio.TimerHandle | None = None
         self.is_closed = False
@@ -123,16 +123,26 @@ class Port:
                 return
             accepted.setblocking(False)
             if len(self._open) < self.most or self._end_longest_waiting():
-                connection = self._make()
-                self._open.add(connection)
-                self._loop.create_task(self._connect(connection, accepted))
+                self._begin(accepted)
             else:
                 self._refuse(accepted)
 
+    def _begin(self, accepted: socket.socket) -> None:
+        """Open a connection. It waits at once: further ones may be accepted before its task runs."""
+        connection = self._make()
+        self._open.add(connection)
+        self.wait(connection, Waits.HEAD)
+        task = self._handshakes[connection] = self._loop.create_task(self._connect(connection, accepted))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled():  # before it ran
+                self._handshakes.pop(connection, None)
+                accepted.close()
+
+        task.add_done_callback(ended)
+
     async def _connect(self, connection: Connection, accepted: socket.socket) -> None:
         """Make the connection's transport; with TLS this takes as long as the handshake."""
-        self.wait(connection, Waits.HEAD)
-        self._handshakes[connection] = asyncio.current_task()
         seconds = SECONDS[Waits.HEAD] if self._tls is not None else None
         try:
             await self._loop.connect_accepted_socket(

@@ -54,9 +54,10 @@ def _likeliest(logits: Tensor, first: int, num_candidates: int) -> list[Tensor]:
     if not num_candidates:
         return []
     top, tokens, sums = likeliest(logits, num_candidates)
-    missing = num_candidates - top.shape[1]
-    top = torch.nn.functional.pad(top, (0, missing), value=-torch.inf)
-    tokens = torch.nn.functional.pad(tokens + first, (0, missing))
+    tokens = tokens + first
+    if missing := num_candidates - top.shape[1]:  # padding by nothing is a copy, a launch on a GPU
+        top = torch.nn.functional.pad(top, (0, missing), value=-torch.inf)
+        tokens = torch.nn.functional.pad(tokens, (0, missing))
     return [sums[:, None].view(torch.int32), top.contiguous().view(torch.int32), tokens.int()]
 
 
