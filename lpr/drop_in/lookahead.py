@@ -30,7 +30,7 @@ from lpr.model.loader import wrap
 
 
 class HandOver:
-    """The signature of a Lookahead, which hands over arguments that transformers (5.23) would drop.
+    """The signature of a Lookahead, which hands over arguments that transformers (5.23, 5.24) would drop.
 
     `generate` reads the signature of a callable `custom_generate`, and passes on those of its remaining keyword
     arguments that its own sampling loop does not have. It has removed `streamer`, `tokenizer` and `assistant_model`
