@@ -5,8 +5,9 @@
 Sections are independent: a failure is recorded with its reason and the rest goes on. On a GPU each has a budget of
 seconds (BUDGETS): it begins only if that much is left, and is cut off when the budget is used up; the result names
 skipped and cut sections. Results are written to benchmarks/results/gpu_check.json as they are measured, so that a
-section that is cut keeps what it has; `python -m benchmarks.report` reads them. Only `default`, the path of a program
-that loads a 7B model (packed, compiled), compiles. A bare machine is made ready by benchmarks/gpu/bare.py.
+section that is cut keeps what it has; `python -m benchmarks.report` reads them. Of lpr only `default`, the path of a
+program that loads a 7B model (packed, compiled), compiles; `compiled:transformers`, the last section, compiles
+transformers' own decoding. A bare machine is made ready by benchmarks/gpu/bare.py.
 
 Each model's table of step times, as `StepTimes.from_json` reads it, is also in
 benchmarks/results/tn_<gpu>_<model>.json, for `--costs` and the workloads of `lpr.plan --service`.

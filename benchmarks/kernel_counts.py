@@ -239,7 +239,9 @@ def count(
             result[name] = {"launches": around.total + forward.total + more, "forward": forward.total + more}
             result["around_the_forward"] = around.total
             result["gathers"] = around.collectives
+        began_cpu = time.process_time()
         code = generated_code(runner, inputs)
+        result["cpu_seconds_of_code"] = round(time.process_time() - began_cpu, 1)
     result["splits"] = splits
     result["compiled"] = _count_code(code, splits)
     result["compiled"]["launches"] = result["compiled"]["forward"] + result["around_the_forward"]
@@ -273,6 +275,7 @@ def _count_code(code: str, splits: int) -> dict[str, Any]:
     total = sum(fused.values()) + sum(products.values()) + others + attention * (2 if splits > 1 else 1)
     return {
         "forward": total,
+        "different_kernels": code.count("async_compile.triton("),
         "fused": sum(fused.values()),
         "products": sum(products.values()),
         "attention": attention * (2 if splits > 1 else 1),

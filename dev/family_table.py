@@ -72,7 +72,7 @@ _TINY_VISION = {
     "patch_size": 14,
 }  # fmt: skip
 _LINEAR_HEADS = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 _HYBRID = ["linear_attention", "full_attention"]
 _FALCON_RW = {
@@ -215,7 +215,7 @@ FAMILIES: list[Family] = [
     *works(_HYBRIDS, "minimax", layer_types=_HYBRID[::-1]),
     *works(_HYBRIDS, "lfm2", "lfm2_moe", "lfm3", layer_types=["conv", "full_attention"], num_dense_layers=1),
     *works(_QWEN_NEXT, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", layer_types=_HYBRID, **_LINEAR_HEADS),
-    *works(_QWEN_NEXT, "qwen3_5", text_config={"layer_types": _HYBRID, **_LINEAR_HEADS},
+    *works(_QWEN_NEXT, "qwen3_5", "qwen3_5_moe", text_config={"layer_types": _HYBRID, **_LINEAR_HEADS},
            vision_config={**_TINY_VISION, "depth": 1, "num_heads": 2}),
     *works(_OTHER_STATES, "recurrent_gemma", block_types=["recurrent", "attention"], attention_window_size=9),
     *works(_OTHER_STATES, "zaya", num_experts_per_tok=1),
@@ -246,7 +246,7 @@ FAMILIES: list[Family] = [
              pad_token_id=0, decoder_start_token_id=1),
     # Not run.
     *not_run("multimodal wrappers", "a tiny one takes a vision or audio tower; text parts with a type are run",
-             "gemma3n", "gemma4_unified_assistant", "gemma4_assistant", "qwen3_5_moe", "qwen4_exp", "dots3_note",
+             "gemma3n", "gemma4_unified_assistant", "gemma4_assistant", "qwen4_exp", "dots3_note",
              "emu3", "git", "moshi", "musicgen", "musicgen_melody"),
     *not_run("BLT", "bytes in patches: no config of it was found that is tiny", "blt"),
     *not_run("ProphetNet", "transformers' own generate of a tiny one fails (IndexError)", "prophetnet"),

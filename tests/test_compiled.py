@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,12 @@ from conftest import tiny_model
 from pretend_gpu import guard
 from torch import nn
 from transformers import AutoConfig
+from worlds import ThreadComm, ThreadWorld, run_ranks
 
 from benchmarks.kernel_counts import count, fake_replica
 from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.engine import prepare
+from lpr.model import parallel
 from lpr.model.capture import Capturer, Program
 from lpr.model.compiled import CompiledForward, refusal
 from lpr.model.inputs import Row
@@ -237,6 +241,48 @@ def test_layers_that_only_transformers_can_split_are_named(replica: TensorParall
     model = load(str(tmp_path), tp=replica).model
     reason = "its module model.layers.0.mlp.experts is split over ranks in a way that the compiler does not follow"
     assert refusal(model) == reason and refusal(tiny_model("mixtral", num_hidden_layers=1)) is None
+
+
+@pytest.mark.parametrize("as_transformers_splits_them", [False, True])
+def test_a_rank_of_a_replica_is_packed_and_compiled(
+    as_transformers_splits_them: bool, replica: TensorParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the wrappers of transformers' own split, the defect, nothing is: 1444 launches of 7B for 430."""
+    if as_transformers_splits_them:
+        monkeypatch.setattr(parallel, "make_plain", lambda *_: None)
+    tiny_model().save_pretrained(tmp_path)
+    model = load(str(tmp_path), tp=replica).model
+    is_whole_graph = refusal(model) is None
+    num_packed = pack_projections(model)
+    assert (num_packed, is_whole_graph) == ((0, False) if as_transformers_splits_them else (4, True))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_first_replica_compiles_before_the_others(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read what it has written; all at once, the defect, each compiles everything."""
+    if not waits:
+        monkeypatch.setattr(prepare, "agree", lambda *_: None)
+    events: list[str] = []
+    begun, names = threading.Event(), threading.local()
+
+    def compile_it(*_: Any) -> None:
+        events.append(f"{names.rank} begins")
+        if names.rank:
+            begun.set()
+        else:
+            begun.wait(0.5 if waits else 60)
+        events.append(f"{names.rank} ends")
+
+    monkeypatch.setattr(prepare, "_compiles", lambda *_: True)
+    monkeypatch.setattr(prepare, "_compile", compile_it)
+    model = tiny_model(num_hidden_layers=1)
+
+    def rank(comm: ThreadComm) -> None:
+        names.rank = comm.rank
+        Engine.from_model(copy.deepcopy(model), decode=DECODE, comm=comm)
+
+    run_ranks(ThreadWorld(2), rank)
+    assert (events == ["0 begins", "0 ends", "1 begins", "1 ends"]) == waits
 
 
 def test_what_one_rank_cannot_compile_none_does(caplog: pytest.LogCaptureFixture) -> None:

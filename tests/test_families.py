@@ -23,13 +23,15 @@ SHIMMED = [
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.status != NOT_RUN])
-def test_family(name: str) -> None:
+def test_family(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Of recurrent families the weights are such that logits show what a state holds, or nothing would be tested."""
     family = BY_NAME[name]
     if family.model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family.model_type}")
     seen = observe(family)
     assert seen.matches(family), seen
     assert seen.status == WORKS or "\n" not in seen.detail
+    assert "hardly depend on the model's recurrent states" not in caplog.text
 
 
 def test_the_table_has_every_decoder_of_transformers() -> None:
@@ -68,6 +70,14 @@ def test_a_shimmed_model_still_generates_by_itself(name: str) -> None:
     TreeModel(model)
     TreeModel(model)
     assert stock_greedy(model) == before
+
+
+@pytest.mark.parametrize("name", ["rwkv", "deepseek_v4", "openai-gpt"])
+def test_a_refusal_by_name_is_one_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No other form of attention is tried."""
+    with pytest.raises(InputError, match="cannot run a token tree: "):
+        Engine.from_model(tiny_model(BY_NAME[name]))
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("name", ["rwkv", "inkling2_text", "deepseek_v4", "qwen4_exp_text", "openai-gpt"])

@@ -150,6 +150,27 @@ def test_a_second_loss_while_survivors_connect_does_not_block_them(
     del group.abandoned[kept:]
 
 
+@pytest.mark.parametrize("world_rank", range(4))
+def test_the_group_of_a_replica_holds_its_ranks_alone(
+    world_rank: int, groups: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the whole world, the defect, cannot be made again without a replica that is lost."""
+    made: list[tuple[Any, ...]] = []
+
+    def no_further(backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
+        store.set("seen", str(rank))
+        made.append((rank, world_size))
+        raise RuntimeError("no further")
+
+    monkeypatch.setattr(group.dist, "init_process_group", no_further)
+    world = runtime.World(rank=world_rank, size=4, local_rank=world_rank, attempt=0, launched=True)
+    with pytest.raises(runtime.InputError, match="no further"), runtime.join(world, "cpu", 5.0, tp=2):
+        pass
+    replica, rank = divmod(world_rank, 2)
+    assert made == [(rank, 2)]
+    assert runtime.connect_store(world, timedelta(0)).get(f"replica/{replica}/seen") == str(rank).encode()
+
+
 # A rank that fails leaves: graphs first, then communicators, and else the process.
 
 

@@ -42,6 +42,7 @@ from lpr.planner.footprint import Mesh, footprint, rank_sizes
 __all__ = ["gpu", "guard"]
 
 EXAMPLES = {
+    "7B": ("codellama-7b", Mesh(1, 1)),
     "13B": ("codellama-13b", Mesh(1, 1)),
     "34B": ("codellama-34b", Mesh(1, 1)),
     "34B, tp 2": ("codellama-34b", Mesh(1, 2)),

@@ -22,6 +22,7 @@ from dev.families import tiny_model
 from dev.family_table import FAMILIES
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.request import Request
+from lpr.model.adapter import Adapter
 from lpr.model.paged_cache import PagedCache
 from lpr.model.recurrent import scans
 from lpr.model.recurrent.diagonal import Selective
@@ -72,7 +73,13 @@ def hybrid(name: str, full_size: bool = True) -> PreTrainedModel:
     return model
 
 
-shared_model = cache(hybrid)
+REPLACED = ["minimax", "recurrent_gemma", "zaya"]
+"""Families whose layers call neither their convolution nor their scan by a name: lpr replaces their modules' code."""
+
+
+@cache
+def shared_model(name: str) -> PreTrainedModel:
+    return hybrid(name) if name in KINDS else tiny_model(BY_NAME[name])
 
 
 @cache
@@ -173,31 +180,98 @@ def test_slots_snapshots_and_preemption_keep_texts(home_ranks: Any) -> None:
     assert all(run_ranks(ThreadWorld(1 if home_ranks is None else 2), program))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *REPLACED])
 def test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill(name: str) -> None:
-    """1000 rejected entries, 126 accepted ones."""
+    """1001 rejected branches of 1 to 3 entries; no leaf is ever accepted."""
     adapter, dice = TreeModel(shared_model(name), attention="sdpa").adapter, random.Random(2)
     cache = PagedCache(1, 256)
-    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 6]
-    depths = [0, 1, 1, 2, 2, 2, 3, 3, 4]
+    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 0, 0, 1, 5]
+    depths = [0, 1, 1, 2, 2, 2, 3, 3, 4, 1, 1, 2, 3]
+    num_leaves = len({*range(len(parents))} - {*parents})
     text: list[int] = [5, 6, 7]
     adapter.logits([row := Row.chain(0, 0, text, 1)], cache)
     cache.commit(row, range(3))
     rejected = 0
     while rejected < 1000:
         tokens = [dice.randrange(97) for _ in parents]
-        path = dice.choice([[0], [0, 1], [0, 2, 5], [0]])
+        path = dice.choice([[0], [0, 1], [0, 2, 5], [0], [0]])
         row = Row(0, len(text), tokens, parents, [len(text) + depth for depth in depths], len(parents))
         adapter.logits([row], cache)
         cache.commit(row, path)
         text += [tokens[node] for node in path]
-        rejected += len(parents) - len(path)
+        rejected += num_leaves
     fresh = PagedCache(1, 256)
     adapter.logits([row := Row.chain(0, 0, text, 1)], fresh)
     fresh.commit(row, range(len(text)))
+    assert cache.states.of(0)
     for site, state in cache.states.of(0).items():
         expected = fresh.states.of(0)[site]
         assert (state - expected).abs().max() <= 1e-4 * max(1.0, expected.abs().max().item()), site
+
+
+def random_row(dice: random.Random, slot: int, text: list[int], num_cached: int) -> Row:
+    """What `text` lacks in the cache as a pending chain, and a tree of up to 20 nodes below its end."""
+    pending = text[num_cached:]
+    parents, depths = list(range(-1, len(pending) - 1)), list(range(len(pending)))
+    count = dice.randrange(20)
+    for _ in range(count):
+        parent = dice.randrange(max(len(pending) - 1, len(parents) - 6), len(parents))
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    tokens = [*pending, *(dice.randrange(2, 97) for _ in range(count))]
+    return Row(slot, num_cached, tokens, parents, [num_cached + depth for depth in depths], count + 1)
+
+
+def path_of(row: Row, entry: int) -> list[int]:
+    found: list[int] = []
+    while entry >= 0:
+        found.insert(0, entry)
+        entry = int(row.parents[entry])
+    return found
+
+
+def worst_of_any_tree(adapter: Adapter, packed: bool) -> float:
+    """The largest difference of a logit, over their range, from cache-free forwards over the paths of random trees.
+
+    Steps of three sequences with pending chains of 1 to 90 tokens, each committed along a random path. Before each
+    step another one is dropped.
+    """
+    model, dice = adapter.model, random.Random(packed)
+    cache, worst = PagedCache(3, 256), 0.0
+    texts = [[dice.randrange(2, 97) for _ in range(length)] for length in (1, 19, 90)]
+    cached = [0, 0, 0]
+    for _ in range(3):
+        dropped, rows = ([random_row(dice, slot, text, cached[slot]) for slot, text in enumerate(texts)] for _ in "12")
+        adapter.logits(dropped, cache, packed=packed)
+        for row in dropped:
+            cache.clear_entries(row)
+        logits = adapter.logits(rows, cache, packed=packed).split([row.num_results for row in rows])
+        for row, found, text in zip(rows, logits, texts, strict=True):
+            before, first = text[: row.num_cached], row.num_entries - row.num_results
+            for leaf in {*range(first, row.num_entries)} - {*row.parents.tolist()}:
+                path = path_of(row, leaf)
+                ids = torch.tensor([before + [int(row.tokens[entry]) for entry in path]])
+                with torch.no_grad():
+                    expected = model(input_ids=ids, use_cache=False).logits[0, row.num_cached + first :]
+                mine = found[[entry - first for entry in path[first:]]]
+                worst = max(worst, float((mine - expected).abs().max() / (expected.max() - expected.min())))
+            path = path_of(row, dice.randrange(first, row.num_entries))
+            cache.commit(row, path)
+            cached[row.slot] += len(path)
+            more = dice.choice((1, 4, 40))  # the last token is new, and others may have evaluated those before it
+            text[:] = before + [int(row.tokens[entry]) for entry in path]
+            text += [dice.randrange(2, 97) for _ in range(more)]
+    return worst
+
+
+@pytest.mark.parametrize("name", [*KINDS, *REPLACED])
+def test_any_tree_has_the_logits_of_its_paths(name: str) -> None:
+    """In padded batches, and in packed ones where the check at load allows them."""
+    runner = TreeModel(shared_model(name), attention="sdpa")
+    self_check(runner)
+    assert runner.packed or name == "kimi_linear", "its latent attention computes keys from all of the cache"
+    for packed in {False, runner.packed}:
+        assert worst_of_any_tree(runner.adapter, packed) < 1e-4
 
 
 def test_a_forward_without_a_commit_changes_no_state() -> None:
@@ -255,6 +329,14 @@ def test_a_wrong_form_is_refused(
     mutant(monkeypatch)
     with pytest.raises(InputError, match=f"'{name}' cannot run a token tree: its logits differ"):
         self_check(TreeModel(hybrid(name, full_size)))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_form_shows_in_random_trees(
+    monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    mutant(monkeypatch)
+    assert worst_of_any_tree(TreeModel(hybrid("qwen3_next"), attention="sdpa").adapter, True) > 1e-3
 
 
 @pytest.mark.parametrize("name, mutant", [("recurrent_gemma", tree_as_chain), ("zaya", window_across_branches)])
@@ -321,9 +403,13 @@ def test_memory_of_a_tree_of_512_nodes_is_bounded(kind: str, monkeypatch: pytest
     torch.testing.assert_close(in_parts, run(96)[0])
 
 
+@pytest.mark.parametrize("name", [*KINDS, *REPLACED])
+def test_exact_mode_refuses_by_name(name: str) -> None:
+    with pytest.raises(InputError, match=f"'{name}' cannot be exact: its recurrent layers"):
+        Engine.from_model(shared_model(name), exact=True)
+
+
 def test_what_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match="'qwen3_next' cannot be exact: .* recurrent"):
-        Engine.from_model(shared_model("qwen3_next"), exact=True)
     with pytest.raises(InputError, match="cannot be compiled: its recurrent layers"):
         Engine.from_model(shared_model("qwen3_next"), compile="on")
     model = tiny_model(BY_NAME["recurrent_gemma"])

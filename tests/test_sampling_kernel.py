@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from lpr.model.sampling.selection import Selection
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs the package triton", allow_module_level=True)
+from triton.runtime.interpreter import InterpreterBuilder
+
 from lpr.model.kernels import sampling_code, sampling_kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,6 +91,51 @@ def test_a_top_k_is_found_by_digits(dtype: torch.dtype) -> None:
     assert found == expected
 
 
+BISECTION = """    low = tl.full([], LEAST, tl.int64)
+    high = tl.full([], 2147483648, tl.int64)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        count = 0
+        for start in range(0, vocabulary, BLOCK):
+            tokens = start + tl.arange(0, BLOCK)
+            held = tokens < vocabulary
+            count += tl.sum((held & (_ordered(_scores(row_at, tokens, held, temperature)) >= middle)).to(tl.int32), 0)
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count >= k, high, middle)
+    return low
+
+
+"""
+"""The k-th largest score by one bit with each pass over a row, as it was before radix selection."""
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter counts loads")
+@pytest.mark.parametrize("dtype, passes", [(torch.bfloat16, 4), (torch.float16, 5), (torch.float32, 6)])
+@pytest.mark.parametrize("bisects", [False, True])
+def test_a_top_k_takes_few_passes(
+    dtype: torch.dtype, passes: int, bisects: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One for the largest, DIGITS for the k-th, one for the choice; by bisection, the defect, 34."""
+    if bisects:
+        source = Path(sampling_code.__file__).read_text()
+        begin = source.index("    bins = tl.arange(0, 256)")
+        end = source.index("@triton.jit\ndef _largest")
+        mutant = _imported(source[:begin] + BISECTION + source[end:], tmp_path)
+        monkeypatch.setattr(sampling_kernel, "choose_rows", mutant.choose_rows)
+    vocabulary, loads = 1000, []
+    load = InterpreterBuilder.create_masked_load
+
+    def counted(self: InterpreterBuilder, pointers: Any, *rest: Any) -> Any:
+        loads.append(pointers.data.size)
+        return load(self, pointers, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    logits = peaked(torch.Generator().manual_seed(4), 1, vocabulary).to(dtype)
+    found, expected = both(logits, Selection.build([(SamplingParams(temperature=1.0, top_k=50, seed=3), [0])]), 1024)
+    assert found == expected
+    assert loads.count(1024) == (34 if bisects else passes)
+
+
 @settings(max_examples=15, deadline=None)
 @given(draws((1, 2, 5, 64, 65, 200)), integers(1, 9))
 def test_the_likeliest_tokens(drawn: tuple[torch.Tensor, Selection], count: int) -> None:
@@ -127,6 +175,17 @@ def test_weights_of_logits_that_are_no_numbers() -> None:
 # Seeded faults.
 
 
+def _imported(source: str, folder: Path) -> Any:
+    """The changed code as a module."""
+    path = folder / "mutant.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    assert spec is not None and spec.loader is not None
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    return mutant
+
+
 def many_ids(params: SamplingParams) -> tuple[list[int], list[int]]:
     generator = torch.Generator().manual_seed(10)
     logits = torch.cat([peaked(generator, 8, 500) * scale for scale in (1.0, 0.3)])
@@ -155,11 +214,7 @@ def test_faults_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert found == expected
     source = Path(sampling_code.__file__).read_text()
     assert source.count(old) >= 1
-    path = tmp_path / "mutant.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("mutant", path)
-    mutant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
+    mutant = _imported(source.replace(old, new), tmp_path)
     monkeypatch.setattr(sampling_kernel, "choose_rows", mutant.choose_rows)
     found, expected = many_ids(params)
     assert found != expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pretend_gpu import PretendGpu, gpu, guard, to_gpu
+from pretend_graphs import Graph
 from test_recurrent import KINDS, hybrid
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from lpr.model.recurrent.diagonal import Selective
 from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_pick
+from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row
 from lpr.model.tree_mask import build_mask
 
@@ -356,3 +359,47 @@ def test_launches_of_a_step_and_its_replay(gpu: PretendGpu, few_heads: None, mon
         if gpu.num_captures == before[1]:
             launches.append(gpu.num_kernels - before[0])
     assert launches and max(launches) <= 2 + 1, f"two advances, and the choice of tokens: {launches}"
+
+
+def launches_of_a_graph(num_recurrent: int, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches in the graph of a step of 5 entries, by kernel; "all" counts torch's operators, too."""
+    kinds = {"layer_types": ["linear_attention"] * num_recurrent + ["full_attention"]}
+    monkeypatch.setitem(KINDS, "olmo_hybrid", {**KINDS["olmo_hybrid"], **kinds, "num_hidden_layers": 1 + num_recurrent})
+    found: Counter[str] = Counter()
+    add = Graph.add
+
+    def counted(self: Graph, run: Any, args: Any, kwargs: Any, fresh: Any, reads: Any, writes: Any) -> None:
+        found["all"] += bool(reads or writes)  # an allocation has neither
+        add(self, run, args, kwargs, fresh, reads, writes)
+
+    class Noted:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.launched = name, pretend_gpu.Launched(kernel)
+
+        def __getitem__(self, grid: Any) -> Any:
+            found[self.name] += gpu.capturing is not None
+            return self.launched[grid]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Graph, "add", counted)
+        for kernel in KERNELS:
+            patch.setattr(scan_kernel, kernel, Noted(kernel, getattr(scan_kernel, kernel)))
+        runner, like = TreeModel(to_gpu(hybrid("olmo_hybrid")), attention="triton"), PagedCache(1, 16)
+        runner.adapter.logits([Row.chain(0, 0, [1, 2], 1)], like)
+        gpu_pick(runner.adapter.device)
+        runner.allocate(1, 64, 8, like)
+        runner.evaluate([Row.chain(0, 3, [1] * 5, 5)], Selection.build([]), 0)
+    assert gpu.num_captures == 1 and runner.graph_reason is None
+    return +found
+
+
+def test_a_recurrent_layer_launches_two_kernels_of_ours(
+    gpu: PretendGpu, few_heads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its convolution and its scan; where entries lie is looked up once a step. The rest is transformers' own code."""
+    one = launches_of_a_graph(1, gpu, monkeypatch)
+    gpu.num_captures = 0
+    two = launches_of_a_graph(2, gpu, monkeypatch)
+    assert {name: one[name] for name in KERNELS if one[name]} == {"find_parents": 1, "convolve_tree": 1, "scan_tree": 1}
+    assert two - one == {"convolve_tree": 1, "scan_tree": 1, "all": two["all"] - one["all"]}
+    assert two["all"] - one["all"] <= 44

@@ -59,7 +59,7 @@ def test_the_table_has_every_multimodal_type_of_transformers() -> None:
     assert [family.name for family in WRAPPERS if family.status != WORKS and not family.note] == []
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen3_5_moe"])
 def test_types_that_are_causal_ones_too(name: str, tmp_path: Path) -> None:
     stock = save_wrapper(BY_NAME[name], str(tmp_path))
     if name == "llama4" and transformers.__version__ == "5.24.0":  # its wrapper's forward raises AttributeError

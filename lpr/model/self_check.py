@@ -57,6 +57,8 @@ def self_check(runner: TreeModel) -> KVCache:
     fails here is replaced by "sdpa", with a warning in the log unless the model's layers do not fit the C++ form.
     """
     adapter = runner.adapter
+    if (known := refusal(adapter.model)) is not None:
+        raise InputError(f"model type {_name(adapter)!r} cannot run a token tree: {known}")
     if adapter.device.type == "cuda":
         gpu_pick(adapter.device)  # now, and not while a step is captured
     if adapter.may_fall_back and (adapter.reads_bits or adapter.reads_pages):
@@ -100,11 +102,13 @@ def check_compiled(runner: TreeModel, like: KVCache, max_batch_size: int = 2) ->
         runner.compiled.give_up("another rank of this replica could not")
 
 
+def _name(adapter: Adapter) -> str:
+    return getattr(adapter.config, "model_type", type(adapter.model).__name__)
+
+
 def _check(adapter: Adapter) -> PagedCache:
     prompt_length = 200 if adapter.reads_bits else 24  # kernels work on blocks of keys: their check takes several
-    name = getattr(adapter.config, "model_type", type(adapter.model).__name__)
-    if (known := refusal(adapter.model)) is not None:
-        raise InputError(f"model type {name!r} cannot run a token tree: {known}")
+    name = _name(adapter)
     tolerance = _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE)
     cache = PagedCache(1, prompt_length + 32)
     if adapter.exact and (why := adapter.why_not_exact()) is not None:
