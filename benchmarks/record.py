@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from benchmarks.common import DataOptions, Whole, progress, run_main
 from benchmarks.data import load_prompts, template_of
 from lpr import InputError, SamplingParams, bundled_model
+from lpr.model.kv_cache import passed
 from lpr.model.sampling.choice import candidates as candidates_of
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.selection import Selection
@@ -156,7 +157,8 @@ class Recorder:
         """Last hidden states [rows, tokens, width] behind what the cache holds."""
         positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         body = self._model.base_model
-        return body(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache).last_hidden_state
+        taken = {"attention_mask": seen, "position_ids": positions, **passed(cache, body)}
+        return body(input_ids=ids, **taken).last_hidden_state
 
     def _inside(self, states: torch.Tensor) -> list[Row]:
         """Candidates inside a prompt of these hidden states [n, width], after all tokens but the last.

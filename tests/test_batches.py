@@ -188,7 +188,7 @@ def test_rows_are_written_as_a_run_only_where_all_are_neighbours(pages: list[int
 @pytest.mark.parametrize(
     ("family", "sizes"),
     {
-        "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+        "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96},
         "deepseek_v3": {
             "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 16,
             "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    LlamaForCausalLM,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -32,6 +33,7 @@ import lpr.drop_in.rows
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
 from lpr.drop_in.lookahead import EngineCache
 from lpr.drop_in.rows import OutputRow
+from lpr.model.kv_cache import cache_argument
 
 SMALL = Lookahead(DecodeConfig(window_size=5, ngram_size=4, guess_set_size=4, trie_nodes=24))
 PLAIN = Lookahead(DecodeConfig.autoregressive())
@@ -69,6 +71,7 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+CACHE = cache_argument(LlamaForCausalLM.forward) or ""
 ONE, THREE = padded(12), padded(12, 3, 30)
 
 
@@ -322,6 +325,14 @@ def test_a_processor_with_a_state(llama3: PreTrainedModel) -> None:
     assert made[0].calls == made[1].calls == 40
 
 
+@pytest.mark.filterwarnings("ignore")  # that slow kernels are used
+def test_a_model_without_attention() -> None:
+    mamba = tiny_model("mamba", seed=3, spread=0.1, state_size=8)
+    for _ in range(2):
+        stock, mine = both(mamba, **ONE)
+        assert mine.tolist() == stock.tolist()
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, r"beam search \(num_beams\)"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, r"assisted generation \(prompt_lookup_num_tokens\)"),
@@ -329,7 +340,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dola": ({"dola_layers": "low"}, r"dola generation \(dola_layers\)"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-    "past": ({"past_key_values": DynamicCache()}, "past_key_values"),
+    "past": ({CACHE: DynamicCache()}, CACHE),
     "guidance": ({"guidance_scale": 1.5}, "guidance_scale one row at a time"),
     "synced": ({"synced_gpus": True}, "synced_gpus"),
     "right padding": ({"attention_mask": THREE["attention_mask"].flip(1)}, "pad on the left"),

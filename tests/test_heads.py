@@ -30,6 +30,7 @@ from lpr.model.heads.forms import DEEPSEEK, MIMO, QWEN, Form
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import OWN_FILE, make_head, read_head
+from lpr.model.kv_cache import CACHE_ARGUMENTS
 from lpr.model.loader import Loaded, wrap
 from lpr.model.paged_cache import PagedCache
 
@@ -173,7 +174,7 @@ def hidden_state_of_the_next_token(patch: pytest.MonkeyPatch) -> None:
     forward = DraftHead.forward
 
     def mutant(self: DraftHead, embeddings: torch.Tensor, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        shifted = hidden.roll(1, 1) if "past_key_values" in kwargs else hidden
+        shifted = hidden.roll(1, 1) if kwargs.keys() & CACHE_ARGUMENTS else hidden
         return forward(self, embeddings, shifted, **kwargs)
 
     patch.setattr(DraftHead, "forward", mutant)

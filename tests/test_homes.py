@@ -129,7 +129,7 @@ def test_the_same_text_with_a_limit(model: PreTrainedModel, expected: list[list[
 
 
 def test_the_same_text_where_rows_are_padded() -> None:
-    other = tiny_model("codegen", seed=1, spread=0.1, n_embd=64, n_layer=2, n_head=4, rotary_dim=8)
+    other = tiny_model("xglm", seed=1, spread=0.1, d_model=64, num_layers=2, attention_heads=4, ffn_dim=96)
     plain = Engine.from_model(other, decode=DecodeConfig.autoregressive(max_length=128))
     assert not plain.model.packed
     expected = [each.token_ids for each in plain.generate(PROMPTS, PARAMS)]

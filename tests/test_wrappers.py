@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -60,7 +61,10 @@ def test_the_table_has_every_multimodal_type_of_transformers() -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen3_5_moe"])
 def test_types_that_are_causal_ones_too(name: str, tmp_path: Path) -> None:
-    expected = stock_greedy(save_wrapper(BY_NAME[name], str(tmp_path)))
+    stock = save_wrapper(BY_NAME[name], str(tmp_path))
+    if name == "llama4" and transformers.__version__ == "5.24.0":  # its wrapper's forward raises AttributeError
+        stock = AutoModelForCausalLM.from_pretrained(str(tmp_path))
+    expected = stock_greedy(stock)
     engine = Engine.from_pretrained(str(tmp_path), decode=DECODE)
     done = engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
     assert [list(each.token_ids) for each in done] == expected

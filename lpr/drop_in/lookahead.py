@@ -18,18 +18,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from lpr.config import DecodeConfig, InputError
 from lpr.drop_in.rows import OutputBatch, OutputRow
 from lpr.engine.engine import Engine
 from lpr.engine.request import Request
+from lpr.model.kv_cache import CACHE_ARGUMENTS
 from lpr.model.loader import wrap
 
 
 class HandOver:
-    """The signature of a Lookahead, which hands over arguments that transformers (5.23) would drop.
+    """The signature of a Lookahead, which hands over arguments that transformers (5.23, 5.24) would drop.
 
     `generate` reads the signature of a callable `custom_generate`, and passes on those of its remaining keyword
     arguments that its own sampling loop does not have. It has removed `streamer`, `tokenizer` and `assistant_model`
@@ -156,7 +157,7 @@ def prompts_of(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[li
 
 
 # generate() passes these for every model; a token tree has no place for other inputs.
-_HONOURED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", "past_key_values"}
+_HONOURED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", *CACHE_ARGUMENTS}
 
 
 def refuse(
@@ -179,10 +180,9 @@ def refuse(
                 _refuse(name)
     if config.cache_implementation == "quantized":
         _refuse("cache_implementation='quantized'")
-    cache = model_kwargs.get("past_key_values")
-    is_fresh = cache is None or (isinstance(cache, DynamicCache) and cache.get_seq_length() == 0)
-    if getattr(cache, "_is_user_defined", False) or not (is_fresh or config.cache_implementation):
-        _refuse("past_key_values: it keeps a cache of its own")
+    for name in CACHE_ARGUMENTS:
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):  # and not made by generate
+            _refuse(f"{name}: it keeps a cache of its own")
     for name, value in model_kwargs.items():
         if value is not None and name not in _HONOURED:
             _refuse(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ from lpr.model.families import adapt, is_recurrent
 from lpr.model.inputs import build_inputs, build_page_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.kernels.native_attention import why_not_native
-from lpr.model.kv_cache import KVCache
+from lpr.model.kv_cache import KVCache, passed
 from lpr.model.recurrent.plug import has_kernels
 from lpr.model.sparse import SPARSE_ATTENTION, selects
 from lpr.model.split_layers import VocabularyHead
@@ -59,8 +58,6 @@ class Adapter:
         self.reads_tables = True
         """True if attention that reads bits reads block tables, too; `self_check` takes it back like `packed`."""
         self.accepts_positions = takes_positions(model)
-        by_name = "past_key_values" in inspect.signature(type(model).forward).parameters
-        self._cache_name = "past_key_values" if by_name else "cache_params"
         self.exact = exact
         self.heights: check.Heights | None = None
         """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
@@ -176,7 +173,7 @@ class Adapter:
         """
         self.bind(inputs, cache)
         extra: dict[str, Any] = {"position_ids": inputs.positions} if self.accepts_positions else {}
-        extra[self._cache_name] = cache
+        extra |= passed(cache, self.model)
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
         direct = torch.compiler.set_stance("force_eager") if is_compiled and not compiled else nullcontext()
         with direct, step_scope(inputs):

@@ -7,7 +7,6 @@ step's nodes branch. Each shim replaces that one spot of a loaded model and chan
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -17,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lpr.model import sparse
+from lpr.model.kv_cache import CACHE_ARGUMENTS, cache_argument
 from lpr.model.recurrent.plug import install, is_pluggable
 from lpr.model.step_inputs import StepInputs, current_step
 
@@ -27,6 +27,7 @@ _RECURRENT = "recurrent state: {} the past into one state by code of its own, wh
 
 _REASONS = {
     "rwkv": "recurrent state in no cache: its forward returns it in a list",
+    "xlm": "its forward takes no cache of keys and values: what it calls a cache is a dictionary",
     "xlstm": "recurrent state in a cache of its own, scaled by a running maximum",
     "inkling2_text": "recurrent state behind convolutions whose weights each token chooses, as it does attention sinks",
 }
@@ -47,8 +48,8 @@ def refusal(model: PreTrainedModel) -> str | None:
         return _RECURRENT.format(f"its {recurrent[0]} layers fold" if recurrent else "it folds")
     if kinds and (reason := sparse.refusal(config)) is not None:
         return reason
-    if not {"past_key_values", "cache_params"}.intersection(inspect.signature(type(model).forward).parameters):
-        return "its forward takes no cache of keys and values (past_key_values)"
+    if cache_argument(type(model).forward) is None:
+        return f"its forward takes no cache of keys and values ({', '.join(CACHE_ARGUMENTS)})"
     return None
 
 

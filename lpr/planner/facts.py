@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from lpr.config import DecodeConfig, InputError
 from lpr.model.adapter import Adapter
 from lpr.model.families import refusal
+from lpr.model.kv_cache import passed
 from lpr.model.paged_cache import PagedCache
 from lpr.model.parallel import splits_heads, splits_layers
 from lpr.model.split_layers import generic_name
@@ -285,7 +286,7 @@ def _filled_cache(model: PreTrainedModel) -> PagedCache:
 def kept_shapes(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[int, int, int]]:
     """Heads, key size and value size of each layer that keeps K/V, as one forward over `input_ids` shows them."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    model(input_ids=input_ids, use_cache=True, **passed(cache, model))
     layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers]
 

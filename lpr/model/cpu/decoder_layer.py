@@ -18,10 +18,17 @@ from lpr.model.cpu.elementwise import norm_heads, rotate
 from lpr.model.cpu.modules import Norm, in_step, mlp_of, norm_of, pack_of
 from lpr.model.cpu.products import Prepacked
 from lpr.model.cpu.source import fingerprint
+from lpr.model.kv_cache import cache_argument
 
-_LAYERS = {"71b701065cc15a6b", "8e2900e6108aca19", "db041ea3d0115ca2", "824e3dff51418bcf"}
-"""Forms of DecoderLayer.forward: of Llama, Mixtral, Granite and its MoE; the last two scale what a layer adds."""
-_ATTENTION = {"df4c95b9eddfe515": False, "f2f6da22a689a298": True}
+_LAYERS = {
+    *("71b701065cc15a6b", "8e2900e6108aca19", "db041ea3d0115ca2"),  # transformers up to 5.23
+    *("ae4f75f20f7997b6", "d7b491a24b805ade", "c5f70c0eede5b43b"),  # since 5.24
+}
+"""Forms of DecoderLayer.forward: of Llama, Mixtral and Granite, which scales what a layer adds."""
+_ATTENTION = {
+    **{"df4c95b9eddfe515": False, "f2f6da22a689a298": True},  # transformers up to 5.23
+    **{"819f085febce417d": False, "ea3469865f51b5c4": True},  # since 5.24
+}
 """Forms of Attention.forward: of Llama, and of Qwen 3, which norms the heads of queries and keys."""
 _ROTARY = ("9ce62a38972c64b9", "ecada8fc389a23a7")
 """apply_rotary_pos_emb of Llama, and the rotate_half that it calls."""
@@ -32,6 +39,7 @@ class DecoderLayer:
     """The forward of a decoder layer inside a step; outside it the layer's own."""
 
     plain: Callable[..., Tensor]
+    cache_argument: str
     attention: Any
     mlp: Callable[[Tensor], Tensor]
     norms: tuple[Norm, Norm]
@@ -48,21 +56,21 @@ class DecoderLayer:
         hidden_states: Tensor,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        *,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """As the layer's own forward."""
-        if not in_step() or position_embeddings is None or past_key_values is None:
+        cache = kwargs.pop(self.cache_argument, None)
+        if not in_step() or position_embeddings is None or cache is None:
             kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
-            return self.plain(
-                hidden_states, past_key_values=past_key_values, position_embeddings=position_embeddings, **kwargs
-            )
+            kwargs[self.cache_argument] = cache
+            return self.plain(hidden_states, position_embeddings=position_embeddings, **kwargs)
         attention = self.attention
         states = self.qkv.multiply(self.norms[0].of(hidden_states.contiguous()))
         queries, keys, values = self._heads(states, *position_embeddings)
-        keys, values = past_key_values.update(keys, values, attention.layer_idx)
+        keys, values = cache.update(keys, values, attention.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
         mixed, _ = attend(
             attention, queries, keys, values, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs
@@ -107,8 +115,11 @@ def layer_of(module: Any) -> DecoderLayer | None:
         return None
     known = mlp_of(mlp)
     multiplier = float(getattr(module, "residual_multiplier", 1.0))
+    argument = cache_argument(type(module).forward)
+    assert argument is not None
     return DecoderLayer(
         module.forward,
+        argument,
         attention,
         known.of if known is not None else mlp,
         (found[0], found[1]),

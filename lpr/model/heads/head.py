@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lpr.model.kv_cache import passed
 from lpr.model.step_inputs import StepInputs, step_scope
 
 
@@ -48,7 +49,8 @@ class DraftHead(nn.Module):
 
     def step(self, embeddings: Tensor, hidden: Tensor, inputs: StepInputs) -> Tensor:
         """`forward` over the entries of `inputs`, whose K/V goes to its cache."""
-        how = {"position_ids": inputs.positions, "past_key_values": inputs.cache, "use_cache": True}
         with step_scope(inputs):
-            done: Tensor = self(embeddings, hidden, **how)
+            done: Tensor = self(
+                embeddings, hidden, position_ids=inputs.positions, use_cache=True, **passed(inputs.cache, self.block)
+            )
         return done
