@@ -1,13 +1,14 @@
 r"""Train a multi-token-prediction head for a frozen Llama-type model, by self-distillation.
 
-    python -m dev.train_head --model FOLDER --prompts humaneval.jsonl classeval.jsonl:50 --minutes 150 [--resume]
+    python -m dev.train_head --model FOLDER --prompts humaneval.jsonl:0-82 classeval.jsonl:0-50 --minutes 150
 
-The model writes texts after the prompts (`FILE:N` takes the first N lines; questions and turns get the chat template),
-some greedily, some sampled, with lpr; they are kept beside --out. The head learns the model's own distribution of the
-token after the next one, by the Kullback-Leibler divergence, and, fed with its own output, that of the tokens after it
-(DeepSeek-V3, section 2.2; training on own outputs as in EAGLE-3, Li et al. 2025). It begins as a copy of the model's
-last layer. The file is written every few minutes, in the form of DeepSeek V3's keys: beside a checkpoint's weights lpr
-finds it there. `--resume` goes on from it.
+The model writes texts after the prompts (`FILE:A-B` takes lines A to B, in the model's chat template if it has one),
+some greedily, some sampled, and reads the data sets' own answers, which is cheaper. The texts are kept beside --out,
+with their hidden states. The head learns the model's own distribution of the token after the next one, by the
+Kullback-Leibler divergence, and later, fed with its own output, that of the tokens after it (DeepSeek-V3, section 2.2;
+training on own outputs as in EAGLE-3, Li et al. 2025). It begins as a copy of the model's last layer. The file is
+written every few minutes, in the form of DeepSeek V3's keys: beside a checkpoint's weights lpr finds it there.
+`--resume` goes on from it. SIGTERM ends the training and writes the file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,23 +29,32 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from lpr import SamplingParams
 from lpr.model.heads.forms import DEEPSEEK
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import OWN_FILE, make_head
+from lpr.model.sampling.choice import pick
+from lpr.model.sampling.selection import Selection
 
 STEPS_AHEAD = 3
 """Tokens beyond the next one that the head is trained for, each fed with the output of the one before."""
 DECAY = 0.7
 """Weight of each further one."""
+AHEAD_FROM = (0.0, 0.3, 0.55)
+"""Part of the training after which each of them is trained too: the first one matters most and costs least."""
 MOST_TOKENS = 1024
 """Of a prompt."""
-MOST_COMPARED = 4096
-"""Commonest tokens whose logits are compared, and a quarter as many others at random."""
-Text = tuple[list[int], int]
-"""The ids of a prompt and what the model has written after it, and the number of the prompt's."""
+KINDS = (0.0, 0.8, 0.8, 1.0)
+"""Temperatures of the texts after one prompt."""
+TOGETHER = 32
+"""Texts written at a time: more rows make a product cheaper for each."""
+PROMPT_PART = 0.25
+"""Part of the prompts' tokens that counts as the written ones do."""
+MOST_COMPARED = 2048
+"""Commonest tokens whose logits are compared, and half as many others at random, which stand for all the rest."""
 
 
 @torch.no_grad()
@@ -86,37 +97,53 @@ def save(head: DraftHead, path: Path, dtype: torch.dtype) -> None:
 
 
 @dataclass
+class Text:
+    """A prompt and what the model has written after it."""
+
+    ids: Tensor
+    """[T]."""
+    num_prompt: int
+    states: Tensor
+    """[T, H]: the model's last hidden states, in half precision; they are the same in every epoch."""
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass
 class Batch:
     """Pieces of texts."""
 
     ids: Tensor
     """[B, T]."""
     mask: Tensor
-    """[B, T]: true where the model has written, or chosen the next token."""
+    """[B, T]: true where the divergence counts."""
     hidden: Tensor
     """[B, T, H]: the model's last hidden states."""
     tokens: Tensor
     """[V']: those whose logits are compared; all of a large vocabulary would take most of the time."""
+    rest: Tensor
+    """[V']: added to their logits, the logarithm of the number of tokens that one stands for."""
 
 
-def losses(model: PreTrainedModel, head: DraftHead, batch: Batch) -> tuple[list[Tensor], list[float]]:
+def losses(
+    model: PreTrainedModel, head: DraftHead, batch: Batch, num_ahead: int = STEPS_AHEAD
+) -> tuple[list[Tensor], list[float]]:
     """Per token ahead the mean divergence of a batch where its mask is true, and the share of equal argmax."""
     weight: Tensor = model.get_output_embeddings().weight[batch.tokens]  # type: ignore[index]
     with torch.no_grad():
-        wanted = (batch.hidden @ weight.T).log_softmax(-1)
+        wanted = (batch.hidden[batch.mask] @ weight.T + batch.rest).log_softmax(-1)
         embeddings = model.get_input_embeddings()(batch.ids)
     found, equal, state, length = [], [], batch.hidden, batch.ids.shape[1]
+    rows = (batch.mask.flatten().cumsum(0) - 1).view_as(batch.ids)
     positions = torch.arange(length, device=batch.ids.device)[None]
-    for ahead in range(1, STEPS_AHEAD + 1):
+    for ahead in range(1, num_ahead + 1):
         # Entry i holds token i + 1 and, ahead of the first one, what the head has made of entry i - 1.
         places = positions[:, ahead - 1 : length - 1]
         state = head(embeddings[:, ahead:], state[:, :-1], position_ids=places, use_cache=False)
-        logits, target = state @ weight.T, wanted[:, ahead:]
-        divergence = F.kl_div(logits.log_softmax(-1), target, reduction="none", log_target=True).sum(-1)
-        counted = batch.mask[:, ahead:].float()
-        found.append((divergence * counted).sum() / counted.sum())
-        same = (logits.argmax(-1) == target.argmax(-1)).float()
-        equal.append(((same * counted).sum() / counted.sum()).item())
+        counted = batch.mask[:, ahead:]
+        logits, target = state[counted] @ weight.T + batch.rest, wanted[rows[:, ahead:][counted]]
+        found.append(F.kl_div(logits.log_softmax(-1), target, reduction="batchmean", log_target=True))
+        equal.append((logits.argmax(-1) == target.argmax(-1)).float().mean().item())
     return found, equal
 
 
@@ -137,9 +164,9 @@ def train(
         rate = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * rate
-        found, equal = losses(model, head, next(batches))
+        found, equal = losses(model, head, next(batches), sum(done >= begin for begin in AHEAD_FROM))
         optimizer.zero_grad()
-        torch.stack([each * weight for each, weight in zip(found, weights, strict=True)]).sum().backward()
+        torch.stack([each * weight for each, weight in zip(found, weights, strict=False)]).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         step += 1
@@ -147,117 +174,195 @@ def train(
     head.eval().requires_grad_(False)
 
 
-@torch.no_grad()
-def states_of(model: PreTrainedModel, texts: Sequence[Text]) -> list[Tensor]:
-    """The model's last hidden states [T, H] of each text, in half precision: they are the same in every epoch."""
-    decoder: Any = model.get_decoder()
-    return [decoder(input_ids=torch.tensor([text])).last_hidden_state[0].half() for text, _ in texts]
-
-
-def batches_of(
-    model: PreTrainedModel, texts: Sequence[Text], states: Sequence[Tensor], size: int, length: int, seed: int
-) -> Iterator[Batch]:
-    """Random pieces of texts."""
+def batches_of(model: PreTrainedModel, texts: Sequence[Text], size: int, length: int, seed: int) -> Iterator[Batch]:
+    """Pieces of texts that end in what the model has written."""
     generator = torch.Generator().manual_seed(seed)
-    known = [(torch.tensor(text), num_prompt, each) for (text, num_prompt), each in zip(texts, states, strict=True)]
-    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr,index]
-    counts = torch.bincount(torch.cat([text for text, _, _ in known]), minlength=int(vocab_size))
-    common = counts.topk(min(MOST_COMPARED, int(vocab_size))).indices
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,index,arg-type]
+    counts = torch.bincount(torch.cat([text.ids for text in texts]), minlength=vocab_size)
+    common = counts.topk(min(MOST_COMPARED, vocab_size)).indices
     while True:
         ids, mask = torch.zeros(size, length, dtype=torch.long), torch.zeros(size, length, dtype=torch.bool)
-        hidden = torch.zeros(size, length, states[0].shape[1])
-        for row, choice in enumerate(torch.randint(len(known), (size,), generator=generator).tolist()):
-            text, num_prompt, state = known[choice]
-            begin = int(torch.randint(max(1, len(text) - length + 1), (1,), generator=generator))
-            count = len(text[begin : begin + length])
-            ids[row, :count], hidden[row, :count] = text[begin : begin + count], state[begin : begin + count].float()
-            mask[row, max(0, num_prompt - 1 - begin) : count] = True
-        others = torch.randint(int(vocab_size), (MOST_COMPARED // 4,), generator=generator)
-        yield Batch(ids, mask, hidden, torch.cat([common, ids.flatten(), others]).unique())
+        hidden = torch.zeros(size, length, texts[0].states.shape[1])
+        for row, choice in enumerate(torch.randint(len(texts), (size,), generator=generator).tolist()):
+            text = texts[choice]
+            middle = (text.num_prompt + len(text.ids)) // 2
+            end = int(torch.randint(middle, len(text.ids) + 1, (1,), generator=generator))
+            begin = max(0, end - length)
+            ids[row, : end - begin], hidden[row, : end - begin] = text.ids[begin:end], text.states[begin:end].float()
+            mask[row, : end - begin] = torch.rand(end - begin, generator=generator) < PROMPT_PART
+            mask[row, max(0, text.num_prompt - 1 - begin) : end - begin] = True
+        tokens = torch.cat([common, ids.flatten()]).unique()
+        others = torch.randperm(vocab_size, generator=generator)
+        others = others[~torch.isin(others, tokens)]
+        chosen = others[: MOST_COMPARED // 2]
+        rest = torch.zeros(len(tokens) + len(chosen))
+        rest[len(tokens) :] = math.log(max(1, len(others)) / max(1, len(chosen)))
+        yield Batch(ids, mask, hidden, torch.cat([tokens, chosen]), rest)
 
 
-def prompts_of(name: str, tokenizer: Any) -> list[str]:
-    """The prompts of a JSONL file, FILE or FILE:N: its skeletons, prompts, questions or first turns."""
-    path, _, count = name.partition(":")
+def prompts_of(name: str, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """The prompts of a JSONL file, FILE or FILE:A-B, each with the file's own answer, if it has any."""
+    path, _, lines = name.partition(":")
+    begin, _, end = lines.partition("-")
     found = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines()[: int(count) if count else None]:
+    for line in Path(path).read_text(encoding="utf-8").splitlines()[int(begin or 0) : int(end) if end else None]:
         fields = json.loads(line)
-        asked = fields.get("question") or (fields.get("turns") or [None])[0]
-        if asked and tokenizer.chat_template:
-            chat = [{"role": "user", "content": asked}]
+        prompt = next(fields[key] for key in ("skeleton", "prompt", "question", "turns") if key in fields)
+        prompt = prompt if isinstance(prompt, str) else prompt[0]
+        if tokenizer.chat_template:
+            chat = [{"role": "user", "content": prompt}]
             prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        else:
-            prompt = fields.get("skeleton") or fields.get("prompt") or asked
-        if len(tokenizer(prompt)["input_ids"]) <= MOST_TOKENS:
-            found.append(prompt)
+        answer = next((fields[key] for key in ("solution_code", "canonical_solution", "answer") if key in fields), "")
+        ids = tokenizer(prompt)["input_ids"]
+        if len(ids) <= MOST_TOKENS:
+            found.append((ids, tokenizer(answer, add_special_tokens=False)["input_ids"]))
     return found
 
 
-def write_texts(folder: str, prompts: Sequence[str], new_tokens: int, minutes: float) -> list[Text]:
-    """What the model writes after `prompts`, each greedily and at temperatures 0.8 and 1, until `minutes` are over."""
-    import lpr
-
-    engine = lpr.Engine.from_pretrained(folder, decode=lpr.DecodeConfig(draft_heads="off", max_batch_size=4))
+@torch.no_grad()
+def read_answers(model: PreTrainedModel, asked: Sequence[tuple[list[int], list[int]]], num_tokens: int) -> list[Text]:
+    """What the model expects in the data sets' own answers, `num_tokens` in all: four times cheaper than writing."""
+    decoder: Any = model.get_decoder()
     found: list[Text] = []
-    end = time.monotonic() + 60 * minutes
-    for begin in range(0, 3 * len(prompts), 4):
-        if time.monotonic() > end:
+    for prompt, answer in asked:
+        ids = torch.tensor((prompt + answer)[: MOST_TOKENS // 2])
+        if len(ids) < len(prompt) + 16:
+            continue
+        found.append(Text(ids, len(prompt), decoder(input_ids=ids[None]).last_hidden_state[0].half()))
+        num_tokens -= len(ids)
+        if num_tokens < 0:
             break
-        chosen = [(prompts[i % len(prompts)], (i // len(prompts) + i) % 3, i) for i in range(begin, begin + 4)]
-        params = [
-            lpr.SamplingParams(max_new_tokens=new_tokens, temperature=(0.8, 0.0, 1.0)[kind], seed=seed)
-            for _, kind, seed in chosen
-        ]
-        for done, (prompt, _, _) in zip(engine.generate([each for each, _, _ in chosen], params), chosen, strict=True):
-            ids = engine.encode(prompt)
-            found.append((ids + done.token_ids, len(ids)))
-        print(f"{len(found)} texts, {sum(len(text) - n for text, n in found)} tokens written", flush=True)
-    engine.close()
     return found
+
+
+@torch.no_grad()
+def write_group(
+    model: PreTrainedModel, prompts: Sequence[list[int]], kinds: Sequence[float], new_tokens: int
+) -> list[Text]:
+    """What the model writes after each of `prompts`, once at each temperature; a seed is a temperature's number."""
+    decoder: Any = model.get_decoder()
+    head: Any = model.get_output_embeddings()
+    end: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    ends = set(end if isinstance(end, list) else [end])
+    cache, width, count = DynamicCache(config=model.config), max(map(len, prompts)), len(kinds)
+
+    def states_after(ids: list[list[int]], seen: Tensor) -> Tensor:
+        places = (seen.cumsum(-1) - 1).clamp_min(0)[:, -len(ids[0]) :]
+        how = {"attention_mask": seen, "position_ids": places, "past_key_values": cache}
+        return decoder(input_ids=torch.tensor(ids), **how).last_hidden_state  # type: ignore[no-any-return]
+
+    seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    inside = states_after([[0] * (width - len(prompt)) + prompt for prompt in prompts], seen)
+    cache.batch_repeat_interleave(count)
+    seen, last = seen.repeat_interleave(count, 0), inside[:, -1].repeat_interleave(count, 0)
+    texts = [list(prompt) for prompt in prompts for _ in kinds]
+    states = [[inside[at // count, width - len(text) :].half()] for at, text in enumerate(texts)]
+    params = [SamplingParams(temperature=kind, seed=seed) for _ in prompts for seed, kind in enumerate(kinds)]
+    running = list(range(len(texts)))
+    for written in range(new_tokens):
+        chosen = pick(head(last), Selection.build([(params[at], [len(texts[at])]) for at in running])).tolist()
+        keep = [row for row, token in enumerate(chosen) if token not in ends]
+        if written == new_tokens - 1 or not keep:
+            break
+        if len(keep) < len(running):
+            cache.batch_select_indices(torch.tensor(keep))
+            running, seen = [running[row] for row in keep], seen[keep]
+        for at, row in zip(running, keep, strict=True):
+            texts[at].append(chosen[row])
+        seen = torch.cat([seen, torch.ones(len(running), 1, dtype=seen.dtype)], 1)
+        last = states_after([[texts[at][-1]] for at in running], seen)[:, -1]
+        for at, state in zip(running, last.half(), strict=True):
+            states[at].append(state[None])
+    return [
+        Text(torch.tensor(text), len(prompts[at // count]), torch.cat(found), how.temperature, how.seed)
+        for at, (text, found, how) in enumerate(zip(texts, states, params, strict=True))
+    ]
+
+
+def write_texts(
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    minutes: float,
+    kinds: Sequence[float] = KINDS,
+) -> list[Text]:
+    """What the model writes after each of `prompts`, at the temperatures `kinds`, until `minutes` are over."""
+    found, began, together = list[Text](), time.monotonic(), max(1, TOGETHER // len(kinds))
+    for begin in range(0, len(prompts), together):
+        found += write_group(model, prompts[begin : begin + together], kinds, new_tokens)
+        passed = (time.monotonic() - began) / 60
+        written = sum(len(text.ids) - text.num_prompt for text in found)
+        print(f"{passed:.1f} min: {len(found)} texts, {written} tokens written", flush=True)
+        if passed > minutes:
+            break
+    return found
+
+
+def keep_texts(texts: Sequence[Text], path: Path) -> None:
+    """Write texts to a file."""
+    parts = {"ids": torch.cat([text.ids for text in texts]), "states": torch.cat([text.states for text in texts])}
+    parts["facts"] = torch.tensor([(len(each.ids), each.num_prompt, each.temperature, each.seed) for each in texts])
+    save_file(parts, path)
+
+
+def kept_texts(path: Path) -> list[Text]:
+    """The texts of a file of `keep_texts`."""
+    parts = load_file(path)
+    lengths, prompts, temperatures, seeds = parts["facts"].T.tolist()
+    pieces = [parts[name].split([int(each) for each in lengths]) for name in ("ids", "states")]
+    return [
+        Text(ids, int(num_prompt), states, round(temperature, 4), int(seed))
+        for ids, num_prompt, states, temperature, seed in zip(
+            pieces[0], prompts, pieces[1], temperatures, seeds, strict=True
+        )
+    ]
 
 
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--prompts", nargs="+", default=[], help="JSONL files with a prompt a line, FILE or FILE:N")
+    parser.add_argument("--prompts", nargs="+", default=[], help="JSONL files with a prompt a line, FILE or FILE:A-B")
     parser.add_argument("--texts", type=Path, help="where the written texts are kept and found again")
     parser.add_argument("--out", type=Path, help=f"default: {OWN_FILE} in the model's folder")
     parser.add_argument("--minutes", type=float, default=150, help="of training")
     parser.add_argument("--writing-minutes", type=float, default=30, help="of writing texts")
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--answer-tokens", type=int, default=100_000, help="of the data sets' own answers")
+    parser.add_argument("--new-tokens", type=int, default=160)
+    parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--learning-rate", type=float, default=6e-4)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--save-minutes", type=float, default=5)
     parser.add_argument("--resume", action="store_true", help="begin with the file that --out names")
     given = parser.parse_args()
     transformers_logging.disable_progress_bar()
     out = given.out or Path(given.model) / OWN_FILE
-    kept = given.texts or out.with_suffix(".texts.json")
-    if kept.exists():
-        texts = [(text, count) for text, count in json.loads(kept.read_text())]
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(given.model)
-        prompts = [prompt for name in given.prompts for prompt in prompts_of(name, tokenizer)]
-        random.Random(0).shuffle(prompts)
-        texts = write_texts(given.model, prompts, given.new_tokens, given.writing_minutes)
-        kept.write_text(json.dumps(texts))
+    kept = given.texts or out.with_suffix(".texts.safetensors")
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
+    if not kept.exists():
+        tokenizer = AutoTokenizer.from_pretrained(given.model)
+        asked = [prompt for name in given.prompts for prompt in prompts_of(name, tokenizer)]
+        random.Random(0).shuffle(asked)
+        answers = read_answers(model, asked, given.answer_tokens)
+        written = write_texts(model, [prompt for prompt, _ in asked], given.new_tokens, given.writing_minutes)
+        keep_texts(answers + written, kept)
+    texts = kept_texts(kept)
     stored_as = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto").dtype
     prefix = DEEPSEEK.prefix.format(model.config.num_hidden_layers)
     tensors = first_tensors(model)
     if given.resume:
         tensors = {name.removeprefix(prefix): each.float() for name, each in load_file(out).items()}
     head = make_head(model, DEEPSEEK, tensors)
-    states, num_held_out = states_of(model, texts), max(1, len(texts) // 20)
-    rest = texts[-num_held_out:], states[-num_held_out:]
-    held_out = next(batches_of(model, *rest, 4 * given.batch, given.length, 1))
+    num_held_out = len(KINDS) * max(1, len(texts) // (20 * len(KINDS)))
+    held_out = next(batches_of(model, texts[-num_held_out:], given.batch, given.length, 1))
+    held_out.tokens, held_out.rest = torch.arange(model.config.vocab_size), torch.zeros(())  # all of them
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     began = saved = shown = time.monotonic()
     print(f"{len(texts)} texts; {sum(each.numel() for each in tensors.values()) / 1e6:.2f} M weights", flush=True)
 
     def progress() -> float:
-        return (time.monotonic() - began) / (60 * given.minutes)
+        return 1.0 if stopped else (time.monotonic() - began) / (60 * given.minutes)
 
     def report(step: int, found: list[float], equal: list[float]) -> None:
         nonlocal saved, shown
@@ -274,8 +379,7 @@ def main() -> None:
             print(f"held out: divergence {there[0]}, equal {there[1]}", flush=True)
             save(head, out, stored_as)
 
-    known = texts[:-num_held_out], states[:-num_held_out]
-    batches = batches_of(model, *known, given.batch, given.length, 0)
+    batches = batches_of(model, texts[:-num_held_out], given.batch, given.length, 0)
     train(model, head, batches, progress, given.learning_rate, report)
     save(head, out, stored_as)
 

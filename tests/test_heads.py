@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,8 @@ from worlds import ThreadComm, ThreadWorld, run_ranks
 
 from dev import families
 from dev.family_table import FAMILIES
-from dev.train_head import batches_of, first_tensors, save, states_of, train
+from dev.head_gain import TextGuesser
+from dev.train_head import Text, batches_of, first_tensors, read_answers, save, train, write_group
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.heads import HeadDraft, read_block
@@ -49,8 +51,8 @@ def loaded() -> Loaded:
     torch.manual_seed(0)
     written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=28, **how)
     steps = iter(range(31))
-    texts = [(text.tolist(), 4) for text in written]
-    batches = batches_of(model, texts, states_of(model, texts), 8, 32, 0)
+    texts = read_answers(model, [(text[:4].tolist(), text[4:].tolist()) for text in written], 10_000)
+    batches = batches_of(model, texts, 8, 32, 0)
     train(model, head, batches, lambda: next(steps) / 30, 3e-3)
     return replace(wrap(model, None), head=head)
 
@@ -275,6 +277,38 @@ def test_a_head_beside_a_checkpoint(loaded: Loaded, tmp_path: Path, caplog: pyte
     save_file(tensors, tmp_path / OWN_FILE)
     assert read_head(str(tmp_path), loaded.model) is None
     assert "mlp.up_proj.weight" in caplog.text
+
+
+def test_texts_to_learn_from_are_those_of_plain_decoding(loaded: Loaded, plain: list[list[int]]) -> None:
+    kinds = [params.temperature for params in PARAMS[:2]]
+    texts = write_group(loaded.model, PROMPTS[:2], kinds, 40)
+    for text, prompt, done in ((texts[0], PROMPTS[0], plain[0]), (texts[3], PROMPTS[1], plain[1])):
+        assert text.ids.tolist() == (prompt + done)[:-1] and text.num_prompt == len(prompt)
+        with torch.no_grad():
+            states = loaded.model.get_decoder()(input_ids=text.ids[None]).last_hidden_state[0]
+        torch.testing.assert_close(text.states.float(), states, atol=5e-3, rtol=0)
+
+
+def test_a_replay_guesses_as_an_engine_does(loaded: Loaded, guessed: list[tuple[Chain, HeadDraft]]) -> None:
+    engine = Engine(loaded, DECODE)
+    guessed.clear()
+    request, params = engine.generate(PROMPTS[1:2], PARAMS[1:2])[0], PARAMS[1]
+    ids, in_engine = torch.tensor(PROMPTS[1] + request.token_ids), [each for each in guessed if each[0].params]
+    with torch.no_grad():
+        states = loaded.model.get_decoder()(input_ids=ids[None]).last_hidden_state[0]
+    text = Text(ids, len(PROMPTS[1]), states, params.temperature, params.seed)
+    drafts = TextGuesser(loaded.model, copy.deepcopy(loaded.head)).after(text)  # type: ignore[arg-type]
+    places = [chain.row.num_cached + len(chain.tokens) - text.num_prompt for chain, _ in in_engine]
+    assert len(places) > 5
+    for place, (_, draft) in zip(places, in_engine, strict=True):
+        assert (drafts[place].tokens, drafts[place].parents) == (draft.tokens, draft.parents)
+
+
+def test_tokens_by_chance_stand_for_all_the_rest(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dev.train_head.MOST_COMPARED", 8)
+    batch = next(batches_of(loaded.model, write_group(loaded.model, PROMPTS[:1], (0.0,), 8), 2, 8, 0))
+    assert batch.tokens.unique().numel() == len(batch.tokens) < 97
+    assert batch.rest.exp().sum().item() == pytest.approx(97)
 
 
 def test_a_wrong_choice_is_named() -> None:
