@@ -18,7 +18,7 @@ __attribute__((target("avx2,fma"))) void attend_avx2(const PagedStep& step, cons
 }
 #endif
 void attend_any(const PagedStep& step, const LayerCall& call, const Item& item, Scratch& scratch) {
-  attend_item<NarrowTile>(step, call, item, scratch);
+  attend_item<SmallTile>(step, call, item, scratch);
 }
 
 auto choose_kernel() {

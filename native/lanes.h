@@ -17,8 +17,29 @@ typedef float Lanes __attribute__((vector_size(64)));
 typedef float HalfLanes __attribute__((vector_size(32)));
 typedef float QuarterLanes __attribute__((vector_size(16)));
 typedef int32_t LaneWords __attribute__((vector_size(64)));
+typedef int32_t HalfWords __attribute__((vector_size(32)));
+typedef int32_t QuarterWords __attribute__((vector_size(16)));
 
-LPR_INLINE void load(Lanes& to, const float* from) { std::memcpy(&to, from, sizeof(to)); }
+// A vector that the target's registers hold. Of a wider one the compiler keeps arrays in memory, and makes comparisons
+// one by one.
+template <class V> struct Vector;
+template <> struct Vector<Lanes> {
+  using Words = LaneWords;
+  static constexpr int kWidth = 16;
+  static constexpr Words kBits = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+};
+template <> struct Vector<HalfLanes> {
+  using Words = HalfWords;
+  static constexpr int kWidth = 8;
+  static constexpr Words kBits = {1, 2, 4, 8, 16, 32, 64, 128};
+};
+template <> struct Vector<QuarterLanes> {
+  using Words = QuarterWords;
+  static constexpr int kWidth = 4;
+  static constexpr Words kBits = {1, 2, 4, 8};
+};
+
+template <class V> LPR_INLINE void load(V& to, const float* from) { std::memcpy(&to, from, sizeof(to)); }
 
 // The sum of the lanes, halves upon halves.
 LPR_INLINE float sum_of(const Lanes& lanes) {
@@ -34,28 +55,30 @@ LPR_INLINE float sum_of(const Lanes& lanes) {
 }
 
 // e^x for x <= 0, within two units of the last place; 0 below -87 (Cephes' polynomial, Moshier).
-LPR_INLINE void exponential(Lanes& x) {
-  const Lanes low = Lanes{} - 87.0f;
-  LaneWords is_small = x < low;
-  Lanes held = is_small ? low : x;
-  Lanes scaled = held * 1.44269504088896341f - 0.5f;
-  LaneWords whole = __builtin_convertvector(scaled, LaneWords);  // towards zero: rounds to the nearest, as held <= 0
-  Lanes n = __builtin_convertvector(whole, Lanes);
-  Lanes r = held - n * 0.693359375f;
+template <class V>
+LPR_INLINE void exponential(V& x) {
+  using Words = typename Vector<V>::Words;
+  const V low = V{} - 87.0f;
+  Words is_small = x < low;
+  V held = is_small ? low : x;
+  V scaled = held * 1.44269504088896341f - 0.5f;
+  Words whole = __builtin_convertvector(scaled, Words);  // towards zero: rounds to the nearest, as held <= 0
+  V n = __builtin_convertvector(whole, V);
+  V r = held - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  Lanes p = Lanes{} + 1.9875691500e-4f;
+  V p = V{} + 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  LaneWords power = (whole + 127) << 23;
-  Lanes factor;
+  Words power = (whole + 127) << 23;
+  V factor;
   std::memcpy(&factor, &power, sizeof(factor));
   p = p * factor;
-  LaneWords is_nan = x != x;
-  x = is_nan ? x : (is_small ? Lanes{} : p);
+  Words is_nan = x != x;
+  x = is_nan ? x : (is_small ? V{} : p);
 }
 
 }  // namespace lpr

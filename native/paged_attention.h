@@ -33,18 +33,30 @@ struct Item {
   std::atomic<int>* open;   // items of them that are not done
 };
 
-// Registers that sums may take: vectors of lanes and keys of a product of scores, rows and vectors of one of values.
-struct WideTile { static constexpr int kVectors = 4, kFewKeys = 4, kManyKeys = 8, kRows = 4, kColumns = 4; };
-struct NarrowTile { static constexpr int kVectors = 1, kFewKeys = 4, kManyKeys = 4, kRows = 2, kColumns = 2; };
+// A vector register, and how many of them sums may take: vectors of lanes and keys of a product of scores, rows and
+// vectors of one of values, each of kLanes.
+struct WideTile {
+  using V = Lanes;
+  static constexpr int kVectors = 4, kFewKeys = 4, kManyKeys = 8, kRows = 4, kColumns = 4;
+};
+struct NarrowTile {
+  using V = HalfLanes;
+  static constexpr int kVectors = 1, kFewKeys = 4, kManyKeys = 4, kRows = 2, kColumns = 2;
+};
+struct SmallTile {
+  using V = QuarterLanes;
+  static constexpr int kVectors = 1, kFewKeys = 2, kManyKeys = 2, kRows = 2, kColumns = 1;
+};
 
-LPR_INLINE void store(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof(from)); }
+template <class V> LPR_INLINE void store(float* to, const V& from) { std::memcpy(to, &from, sizeof(from)); }
 
 // x = softcap * tanh(x / softcap).
-LPR_INLINE void cap(Lanes& x, float softcap) {
-  Lanes size = x < 0.0f ? -x : x;
-  Lanes power = size * (-2.0f / softcap);
+template <class V>
+LPR_INLINE void cap(V& x, float softcap) {
+  V size = x < 0.0f ? -x : x;
+  V power = size * (-2.0f / softcap);
   exponential(power);
-  Lanes bounded = softcap * (1.0f - power) / (1.0f + power);
+  V bounded = softcap * (1.0f - power) / (1.0f + power);
   x = x < 0.0f ? -bounded : bounded;
 }
 
@@ -65,21 +77,24 @@ LPR_INLINE void fetch(const char* from, int bytes) {
 }
 
 // Scores [K keys][N vectors] of lanes `queries` [dim][N vectors].
-template <int N, int K>
+template <class V, int N, int K>
 LPR_INLINE void score_keys(const float* queries, const float* const* keys, int dim, float* scores) {
-  Lanes sums[K][N] = {}, query[N];
+  constexpr int W = Vector<V>::kWidth, M = N * kLanes / W;
+  V sums[K][M] = {}, query[M];
   for (int d = 0; d < dim; d++) {
     _Pragma("GCC unroll 8")
-    for (int n = 0; n < N; n++) load(query[n], queries + (d * N + n) * kLanes);
+    for (int m = 0; m < M; m++) load(query[m], queries + (d * M + m) * W);
     _Pragma("GCC unroll 8")
     for (int k = 0; k < K; k++) {
       float key = keys[k][d];
       _Pragma("GCC unroll 8")
-      for (int n = 0; n < N; n++) sums[k][n] += query[n] * key;
+      for (int m = 0; m < M; m++) sums[k][m] += query[m] * key;
     }
   }
+  _Pragma("GCC unroll 8")
   for (int k = 0; k < K; k++)
-    for (int n = 0; n < N; n++) store(scores + (k * N + n) * kLanes, sums[k][n]);
+    _Pragma("GCC unroll 8")
+    for (int m = 0; m < M; m++) store(scores + (k * M + m) * W, sums[k][m]);
 }
 
 template <class Tile, int N>
@@ -91,32 +106,37 @@ LPR_INLINE void score_block(const float* queries, const KeyBlock& block, bool fe
         fetch(block.next_keys[next], block.key_bytes);
         fetch(block.next_values[next], block.value_bytes);
       }
-    score_keys<N, K>(queries, block.keys + k, dim, scores + k * N * kLanes);
+    score_keys<typename Tile::V, N, K>(queries, block.keys + k, dim, scores + k * N * kLanes);
   }
 }
 
 // R rows of sums [stride] from `column` on, C vectors: shrunk, and weights [keys][num_lanes] times values added.
-template <int R, int C>
+template <class V, int R, int C>
 LPR_INLINE void add_values(const float* weights, int num_lanes, const float* const* values, int count, int column,
                            const float* shrink, float* sums, int stride) {
-  Lanes acc[R][C], value[C];
+  constexpr int W = Vector<V>::kWidth, M = C * kLanes / W;
+  V acc[R][M], value[M];
+  _Pragma("GCC unroll 8")
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) {
-      load(acc[r][c], sums + r * stride + c * kLanes);
-      acc[r][c] = acc[r][c] * shrink[r];
+    _Pragma("GCC unroll 8")
+    for (int m = 0; m < M; m++) {
+      load(acc[r][m], sums + r * stride + m * W);
+      acc[r][m] = acc[r][m] * shrink[r];
     }
   for (int k = 0; k < count; k++) {
     _Pragma("GCC unroll 8")
-    for (int c = 0; c < C; c++) load(value[c], values[k] + column + c * kLanes);
+    for (int m = 0; m < M; m++) load(value[m], values[k] + column + m * W);
     _Pragma("GCC unroll 8")
     for (int r = 0; r < R; r++) {
       float weight = weights[k * num_lanes + r];
       _Pragma("GCC unroll 8")
-      for (int c = 0; c < C; c++) acc[r][c] += value[c] * weight;
+      for (int m = 0; m < M; m++) acc[r][m] += value[m] * weight;
     }
   }
+  _Pragma("GCC unroll 8")
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) store(sums + r * stride + c * kLanes, acc[r][c]);
+    _Pragma("GCC unroll 8")
+    for (int m = 0; m < M; m++) store(sums + r * stride + m * W, acc[r][m]);
 }
 
 template <class Tile, int R>
@@ -124,9 +144,9 @@ LPR_INLINE void add_rows(const float* weights, int num_lanes, const float* const
                          float* sums, int stride) {
   int column = 0;
   for (; column + Tile::kColumns * kLanes <= stride; column += Tile::kColumns * kLanes)
-    add_values<R, Tile::kColumns>(weights, num_lanes, values, count, column, shrink, sums + column, stride);
+    add_values<typename Tile::V, R, Tile::kColumns>(weights, num_lanes, values, count, column, shrink, sums + column, stride);
   for (; column < stride; column += kLanes)
-    add_values<R, 1>(weights, num_lanes, values, count, column, shrink, sums + column, stride);
+    add_values<typename Tile::V, R, 1>(weights, num_lanes, values, count, column, shrink, sums + column, stride);
 }
 
 // What the lanes of an item see, and their running softmax.
@@ -136,46 +156,46 @@ struct LaneState {
   int32_t highest_lowest = 0;
 };
 
-// Hides what a vector of lanes does not see of key `k` of a block.
-LPR_INLINE void hide(Lanes& scores, const Item& item, const KeyBlock& block, int k, int vector, int num_vectors,
+// Hides what the lanes of a register, from `lane` on, do not see of key `k` of a block.
+template <class V>
+LPR_INLINE void hide(V& scores, const Item& item, const KeyBlock& block, int k, int lane, int num_vectors,
                      const LaneState& lanes, bool has_rule) {
-  const Lanes hidden = Lanes{} - std::numeric_limits<float>::infinity();
-  const LaneWords bits = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-  LaneWords place;
+  const V hidden = V{} - std::numeric_limits<float>::infinity();
+  typename Vector<V>::Words place;
   int64_t entry = block.begin + k - item.sequence->num_cached;
   if (entry >= 0) {
     if (item.masks) {
-      int32_t mask = item.masks[entry * num_vectors + vector];
-      scores = (bits & mask) != 0 ? scores : hidden;
+      int32_t mask = item.masks[entry * num_vectors + lane / kLanes] >> (lane % kLanes);
+      scores = (Vector<V>::kBits & mask) != 0 ? scores : hidden;
     } else {
-      std::memcpy(&place, lanes.entry + vector * kLanes, sizeof(place));
+      std::memcpy(&place, lanes.entry + lane, sizeof(place));
       scores = place >= static_cast<int32_t>(entry) ? scores : hidden;
     }
   }
   if (has_rule) {
     int32_t position = static_cast<int32_t>(entry >= 0 ? item.sequence->positions[entry] : block.begin + k);
-    std::memcpy(&place, lanes.lowest + vector * kLanes, sizeof(place));
+    std::memcpy(&place, lanes.lowest + lane, sizeof(place));
     scores = place <= position ? scores : hidden;
   }
 }
 
 // Makes weights of a block's scores [keys][N vectors], for lanes from vector `first` on.
-template <int N>
+template <class V, int N>
 LPR_INLINE void weigh_block(float* scores, const Item& item, const KeyBlock& block, int first, int num_vectors,
                             float softcap, LaneState& lanes) {
   // Committed token j is key j; an entry's position may be less than its key.
   bool has_rule = lanes.highest_lowest > std::min<int64_t>(block.begin, item.sequence->num_cached);
   bool has_hidden = has_rule || block.begin + block.count > item.sequence->num_cached;
-  for (int n = 0; n < N; n++) {
-    int lane = (first + n) * kLanes;
-    Lanes before, most, score, sum;
+  for (int offset = 0; offset < N * kLanes; offset += Vector<V>::kWidth) {
+    int lane = first * kLanes + offset;
+    V before, most, score, sum;
     load(before, lanes.top + lane);
     most = before;
     for (int k = 0; k < block.count; k++) {
-      float* mine = scores + (k * N + n) * kLanes;
+      float* mine = scores + k * N * kLanes + offset;
       load(score, mine);
       if (softcap > 0) cap(score, softcap);
-      if (has_hidden) hide(score, item, block, k, first + n, num_vectors, lanes, has_rule);
+      if (has_hidden) hide(score, item, block, k, lane, num_vectors, lanes, has_rule);
       if (softcap > 0 || has_hidden) store(mine, score);
       most = score > most ? score : most;
     }
@@ -184,7 +204,7 @@ LPR_INLINE void weigh_block(float* scores, const Item& item, const KeyBlock& blo
     load(sum, lanes.total + lane);
     sum = sum * before;
     for (int k = 0; k < block.count; k++) {
-      float* mine = scores + (k * N + n) * kLanes;
+      float* mine = scores + k * N * kLanes + offset;
       load(score, mine);
       score = score - most;
       exponential(score);
@@ -202,7 +222,7 @@ LPR_INLINE void attend_chunk(const Item& item, const LayerCall& call, const KeyB
                              const float* queries, float* scores, LaneState& lanes, float* sums, int value_stride) {
   int num_vectors = vectors_of(num_lanes), lane = first * kLanes;
   score_block<Tile, N>(queries + static_cast<int64_t>(lane) * call.dim, block, first == 0, call.dim, scores);
-  weigh_block<N>(scores, item, block, first, num_vectors, call.softcap, lanes);
+  weigh_block<typename Tile::V, N>(scores, item, block, first, num_vectors, call.softcap, lanes);
   int rows = std::min(N * kLanes, num_lanes - lane), row = 0;
   auto add = [&](auto size) LPR_LAMBDA_INLINE {
     constexpr int R = decltype(size)::value;

@@ -59,6 +59,11 @@ class MeshState:
         return self._present if self.up else 0
 
     @property
+    def num_replicas(self) -> int:
+        """Replicas at the last gather."""
+        return self.num_ranks // self.facts.tp if self.facts is not None else 0
+
+    @property
     def progress(self) -> str:
         """The stage of start-up, in words."""
         if self.loading is None:

@@ -99,7 +99,7 @@ class Metrics:
             ("vllm:num_requests_waiting", "Requests that wait for a slot.", lambda: service.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of the cache in use; 1 is all.", lambda: service.mesh.load.kv_usage),
             ("lpr:engine_steps", "Steps of all ranks since they started.", lambda: service.mesh.load.num_steps),
-            ("lpr:lp", "Replicas of the mesh.", lambda: service.mesh.facts.lp if service.mesh.facts else 0),
+            ("lpr:lp", "Replicas of the mesh.", lambda: service.mesh.num_replicas),
             ("lpr:tp", "Ranks per replica.", lambda: service.mesh.facts.tp if service.mesh.facts else 0),
             ("lpr:ready", "1 while requests are taken.", lambda: float(service.ready_reason() is None)),
         ):
