@@ -169,7 +169,7 @@ def test_the_same_ids_in_bfloat16(decode: str, num_ranks: int, half_model: PreTr
 
 def test_without_it_bits_differ(half_model: PreTrainedModel) -> None:
     """What exact mode is for: if this ever fails, the tests above prove nothing."""
-    runner = TreeModel(half_model, exact=False)
+    runner = TreeModel(half_model, attention="sdpa", exact=False)  # sums in C++ differ on some processors only
     for fails in (check_pieces, check_trees):
         with pytest.raises(AssertionError):
             fails(runner)
@@ -258,7 +258,7 @@ def test_ranks_of_unlike_machines_are_refused(part: str, message: str, monkeypat
 
     monkeypatch.setattr(check, "_linear_alone", another)
     name = "get_cpu_capability"
-    monkeypatch.setattr(torch.backends.cpu, name, lambda: "AVX2" if rank.number and part == "kind" else capability())
+    monkeypatch.setattr(torch.backends.cpu, name, lambda: capability() + "?" * (rank.number and part == "kind"))
 
     def program(comm: ThreadComm) -> str:
         rank.number = comm.rank

@@ -27,7 +27,7 @@ from lpr.model.kv_cache import KVCache
 from lpr.model.paged_cache import PagedCache
 from lpr.model.recurrent.gain import scaled
 from lpr.model.runner import TreeModel
-from lpr.model.sampling.choice import gpu_pick
+from lpr.model.sampling.choice import gpu_likeliest, gpu_pick
 from lpr.model.sampling.selection import Selection
 from lpr.model.sparse import few_selected
 from lpr.model.static_inputs import static_shape
@@ -61,6 +61,7 @@ def self_check(runner: TreeModel) -> KVCache:
         raise InputError(f"model type {_name(adapter)!r} cannot run a token tree: {known}")
     if adapter.device.type == "cuda":
         gpu_pick(adapter.device)  # now, and not while a step is captured
+        gpu_likeliest(adapter.device)
     if adapter.may_fall_back and (adapter.reads_bits or adapter.reads_pages):
         try:
             return _check(adapter)

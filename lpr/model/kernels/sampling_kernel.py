@@ -26,8 +26,6 @@ BLOCK = 4096
 NUM_WARPS = 8
 DIGITS = {torch.bfloat16: 2, torch.float16: 3, torch.float32: 4}
 """Passes over a row that find the k-th largest logit: digits of 8 bits that tell its values apart."""
-MOST_LIKELY = 32
-"""The most tokens that `likeliest` finds: it goes through a block once for each."""
 
 
 def choose(logits: Tensor, selection: Selection, block: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -42,7 +40,7 @@ def choose(logits: Tensor, selection: Selection, block: int = BLOCK) -> tuple[Te
 
 
 def likeliest(logits: Tensor, count: int, block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor]:
-    """As `specification.likeliest`, of equal ones the first; `count` is at most MOST_LIKELY."""
+    """As `specification.likeliest`, of equal ones the first; a program goes through a block `count` times."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     num_rows, vocabulary = logits.shape
     count, block = min(count, vocabulary), max(min(block, triton.next_power_of_2(vocabulary)), 16)

@@ -77,6 +77,8 @@ def gpu_pick(device: torch.device) -> Callable[[Tensor, Selection], tuple[Tensor
 
 
 _KERNEL = "lpr.model.kernels.sampling_kernel"
+MOST_LIKELY = 32
+"""The most likely tokens that the kernel finds: it goes through a block once for each."""
 ROWS_AT_ONCE = 64
 """Rows whose log-probabilities are computed together, which bounds the memory of their float32 copies."""
 
@@ -126,21 +128,20 @@ def candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """As `specification.likeliest`, on a GPU by a kernel."""
-    find = gpu_likeliest(logits.device, count) if logits.is_cuda else specification.likeliest
+    find = gpu_likeliest(logits.device) if logits.is_cuda and count <= MOST_LIKELY else specification.likeliest
     return find(logits, count)
 
 
 @lru_cache
-def gpu_likeliest(device: torch.device, count: int) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
-    """The function that finds the `count` likeliest tokens on a GPU, as `gpu_pick`: the kernel, if it works here."""
+def gpu_likeliest(device: torch.device) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
+    """The function that finds likely tokens on a GPU, as `gpu_pick`: the kernel, if it works here."""
     try:
         kernel = import_module(_KERNEL)
         logits = torch.randn(64, 9000, generator=torch.Generator().manual_seed(4)).mul(4).to(device)
-        expected, found = specification.likeliest(logits, count), kernel.likeliest(logits, count)
-        same = [torch.allclose(mine, given, atol=1e-4) for mine, given in zip(found, expected, strict=True)]
-        if count <= kernel.MOST_LIKELY and all(same):
+        expected, found = specification.likeliest(logits, 8), kernel.likeliest(logits, 8)
+        if all(torch.allclose(mine, given, atol=1e-4) for mine, given in zip(found, expected, strict=True)):
             return cast(Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], kernel.likeliest)
-        logger.info("%d likely tokens are found by torch's operators", count)
+        logger.warning("the kernel of likely tokens finds others here, drafts take longer")
     except Exception as failure:  # whatever a compiler or driver raises
         logger.warning("the kernel of likely tokens does not work here, drafts take longer: %s", first_line(failure))
     return specification.likeliest
@@ -148,7 +149,7 @@ def gpu_likeliest(device: torch.device, count: int) -> Callable[[Tensor, int], t
 
 def has_kernels(device: torch.device) -> bool:
     """True if no choice on a GPU copies all logits."""
-    return gpu_pick(device) is not specification.choose and gpu_likeliest(device, 1) is not specification.likeliest
+    return gpu_pick(device) is not specification.choose and gpu_likeliest(device) is not specification.likeliest
 
 
 def score_steps(log_probs: Tensor) -> Tensor:
