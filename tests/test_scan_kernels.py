@@ -26,7 +26,7 @@ from lpr.model.recurrent import scans
 from lpr.model.recurrent.diagonal import Selective
 from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
-from lpr.model.sampling.choice import gpu_pick
+from lpr.model.sampling.choice import gpu_likeliest, gpu_pick
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row
 from lpr.model.tree_mask import build_mask
@@ -322,6 +322,7 @@ def few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
         cache = PagedCache(1, 16)
         runner.adapter.logits([Row.chain(0, 0, [1, 2], 1)], cache)
         gpu_pick(runner.adapter.device)
+        gpu_likeliest(runner.adapter.device)
         return cache
 
     monkeypatch.setattr("lpr.engine.prepare.self_check", without_a_check)
@@ -387,6 +388,7 @@ def launches_of_a_graph(num_recurrent: int, gpu: PretendGpu, monkeypatch: pytest
         runner, like = TreeModel(to_gpu(hybrid("olmo_hybrid")), attention="triton"), PagedCache(1, 16)
         runner.adapter.logits([Row.chain(0, 0, [1, 2], 1)], like)
         gpu_pick(runner.adapter.device)
+        gpu_likeliest(runner.adapter.device)
         runner.allocate(1, 64, 8, like)
         runner.evaluate([Row.chain(0, 3, [1] * 5, 5)], Selection.build([]), 0)
     assert gpu.num_captures == 1 and runner.graph_reason is None

@@ -23,7 +23,10 @@ from lpr.fleet.resume import Resumption
 PLAIN = ("--window-size", "0", "--trie-nodes", "0", "--no-access-log")
 """Plain decoding, so that it takes many steps."""
 BODIES = {
-    "greedy": {"prompt": "import os\n", "temperature": 0, "max_tokens": 32, "ignore_eos": True, "logprobs": 1},
+    "greedy": {
+        "prompt": "import os\n\n\ndef read(path):\n    ", "temperature": 0, "max_tokens": 32, "ignore_eos": True,
+        "logprobs": 1,
+    },
     "sampled, with penalties and stop strings": {
         "prompt": "class A:\n    ", "temperature": 0.8, "seed": 11, "max_tokens": 32, "presence_penalty": 0.5,
         "frequency_penalty": 0.3, "repetition_penalty": 1.1, "min_tokens": 28, "logprobs": 1,
