@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
 import os
 import sys
 import tempfile
+import weakref
+from collections.abc import Callable, Generator
 from typing import Any
 
 # Tiny matrices gain nothing from a second thread, and ranks that are threads or processes would fight for the cores.
@@ -21,12 +25,14 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lpr-tests-")
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import psutil
 import pytest
 import torch
 from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import lpr.engine.step
+from lpr import Engine, SamplingParams
 from lpr.core.budget import Draft, DraftRequest
 from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
@@ -61,6 +67,24 @@ def tiny_model(model_type: str = "llama", seed: int = 0, spread: float = 0.15, *
     return model
 
 
+def left_of_an_engine(make: Callable[[], Engine], is_closed: bool) -> list[str]:
+    """What of an engine that has decoded, perhaps was closed, and is dropped lives on without the collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = make()
+        engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8))
+        runner = engine.model
+        parts = {"Engine": engine, "Model": runner.adapter.model, "Cache": runner.cache, "Forward": runner.forward}
+        left = {name: weakref.ref(part) for name, part in parts.items()}
+        if is_closed:
+            engine.close()
+        del engine, runner, parts
+        return [name for name, part in left.items() if part() is not None]
+    finally:
+        gc.enable()
+
+
 if os.environ.get("LPR_NO_SKIPS") == "1":
     settings.load_profile("ci")  # the same examples in every run; a run by hand draws new ones
 
@@ -91,6 +115,26 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         print(f"\nskipped in CI, where nothing may be: {reason}")
     if missing:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+RESIDENT = [0]
+"""Bytes of this process when its memory was last given back."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """After a test, memory that nobody uses goes back to the machine once it is much: a worker grew to 11 GB.
+
+    Python's collector counts objects, and a few of them hold a K/V cache; the C library keeps what was freed.
+    """
+    result = yield
+    resident = psutil.Process().memory_info().rss
+    if resident > RESIDENT[0] + (500 << 20):
+        gc.collect()
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)
+        RESIDENT[0] = psutil.Process().memory_info().rss
+    return result
 
 
 @pytest.fixture(autouse=True)

@@ -380,7 +380,7 @@ def small(**sizes: int) -> Any:
 def test_kernels_of_a_step(guard: None) -> None:
     """Ten a layer: norm, QKV, rotation with the cache's writes, attention and its second launch, output, norm, gate
     and up, SiLU, down; and no copy of a cache. Over two ranks, also two sums a layer and one for the embedding."""
-    for tp, layers, entries in ((1, 1, 1), (1, 2, 16), (2, 1, 16)):
+    for tp, layers, entries in ((1, 2, 1), (2, 1, 16)):
         config = small(num_hidden_layers=layers)
         step, facts = count(config, entries, 1024, tp=tp), facts_of(config, "small")
         forward, split = step["compiled"]["forward"], 2 + 2 * layers if tp > 1 else 0
@@ -398,8 +398,9 @@ def test_the_planner_knows_the_counted_launches() -> None:
     assert {(row["model"], row["tp"], row["entries"]) for row in rows} == set(
         itertools.product(("llama-2-7b", "codellama-34b", "llama-2-70b"), (1, 2, 4, 8), (1, 64))
     )
+    known = {name: facts_of(resolve(name).config, name) for name in {row["model"] for row in rows}}
     for row in rows:
-        facts = facts_of(resolve(row["model"]).config, row["model"])
+        facts = known[row["model"]]
         assert row["compiled"] == step_launches(facts, row["tp"], row["entries"] > 1)
         assert row["collectives"] == (tp_traffic(facts, 1, 1, 2, row["tp"]).num_collectives if row["tp"] > 1 else 0)
     assert max(row["compiled"] for row in rows if row["model"] == "llama-2-7b" and row["tp"] == 1) < 340

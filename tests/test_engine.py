@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import left_of_an_engine, tiny_model
 from transformers import AutoTokenizer, PreTrainedModel
 
 import lpr
@@ -284,6 +284,12 @@ def test_a_priority_that_no_rank_can_be_sent_is_refused(engine: Engine) -> None:
     with pytest.raises(InputError, match="priority"):
         engine.submit(PROMPT, priority=2**70)
     assert engine.is_idle
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_dropped_engine_frees_weights_and_cache_at_once(is_closed: bool) -> None:
+    """In a cycle they would stay until Python's collector runs, which counts objects and not bytes."""
+    assert left_of_an_engine(lambda: Engine.from_pretrained(lpr.bundled_model(), device="cpu"), is_closed) == []
 
 
 def test_an_interrupted_call_leaves_no_request_behind(engine: Engine) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import left_of_an_engine, tiny_model
 from pretend_gpu import (
     OnGpu,
     PretendError,
@@ -190,6 +190,13 @@ def test_a_processor_that_fails_for_all_nodes_is_asked_along_the_path(gpu: Prete
             patch.setattr("lpr.model.sampling.processors.ROW_BY_ROW", ROW_BY_ROW | ({Failing} if are_known else set()))
             done = engine.generate([prompt], PROCESSED[0], [Failing(len(prompt), 0, 0)])[0]
         assert done.token_ids == whole[:8] and done.error == "logits processor Failing failed: ValueError: no such path"
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_dropped_engine_frees_graphs_and_cache_at_once(is_closed: bool, gpu: PretendGpu) -> None:
+    model = to_gpu(tiny_model())
+    assert left_of_an_engine(lambda: Engine.from_model(model, decode=DECODE), is_closed) == ["Model"]
+    assert gpu.num_replays
 
 
 @pytest.mark.parametrize(

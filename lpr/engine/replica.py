@@ -343,7 +343,8 @@ class Replica:
             limits.join_chunk = max(SHORTEST_FILL, times.critical_length())
             targets = decode.first_token_ms or math.inf, decode.per_token_ms or math.inf
             num_nodes = self.sizes.num_nodes // self.comm.size
-            limits.decide_by(lambda: cast(StepTimes, self.sizer.times), num_nodes, *targets)
+            sizer = self.sizer  # not by way of `self`: in a cycle, a dropped engine would keep its K/V
+            limits.decide_by(lambda: cast(StepTimes, sizer.times), num_nodes, *targets)
 
     # The mesh.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -53,6 +53,17 @@ COMMON_KV = 512
 """Cached lengths up to this are captured when the model is loaded, longer ones when they come."""
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A captured step. It does not hold the forward: in a cycle, a dropped engine would keep its graphs and K/V."""
+
+    replay: Program
+    evaluated: Any
+    """What recurrent layers keep of a step: it lies where the captured forward has put it."""
+    hidden: torch.Tensor | None
+    """The step's hidden states [entries, H], as `GraphForward._kept_hidden`."""
+
+
 class GraphForward(EagerForward):
     """Replays graphs, captured when a shape is first needed or by `prepare`; evaluates the rest as EagerForward."""
 
@@ -78,7 +89,8 @@ class GraphForward(EagerForward):
         """True if a program of this model is wrong, captured or not, as it depends on the host."""
         self._num_candidates = 0
         self.limit(1)
-        self._graphs: OrderedDict[StaticShape, Program] = OrderedDict()
+        self._graphs: OrderedDict[StaticShape, Captured | None] = OrderedDict()
+        """None for a step that could not be captured."""
         num_slots, most = self.cache.num_slots, NODE_BUCKETS[-1]
         largest = StaticShape(0, num_slots, most, 0, 0, num_slots * most, True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
@@ -133,10 +145,13 @@ class GraphForward(EagerForward):
             return None
         self._place(shape, rows, selection)
         self.before_launch()
-        replay = self._graph(shape)
-        if replay is None:
+        captured = self._graph(shape)
+        if self.is_wrong:
             return None
-        results = replay().view(shape.batch, shape.num_entries, -1)
+        if captured is not None:
+            self._kept_hidden, self.cache.states.evaluated = captured.hidden, captured.evaluated
+        results = captured.replay() if captured is not None else self._run(shape)
+        results = results.view(shape.batch, shape.num_entries, -1)
         if self._kept_hidden is not None:
             states = self._kept_hidden.view(shape.batch, shape.num_entries, -1)
             self.hidden = {
@@ -150,24 +165,22 @@ class GraphForward(EagerForward):
         self._upload.send(shape.num_words)
         self.cache.send_tables()
 
-    def _graph(self, shape: StaticShape) -> Program | None:
-        replay = self._graphs.get(shape)
-        if replay is None:
+    def _graph(self, shape: StaticShape) -> Captured | None:
+        if shape not in self._graphs:
             while len(self._graphs) >= MAX_GRAPHS:
                 self._graphs.popitem(last=False)
-            program = partial(self._run, shape)
-            replay = program if self.reason is not None else self._captured_by_all(shape, program)
+            captured = self._captured_by_all(shape) if self.reason is None else None
             if self.is_wrong:
                 return None
-            self._graphs[shape] = replay
+            self._graphs[shape] = captured
         self._graphs.move_to_end(shape)
-        return replay
+        return self._graphs[shape]
 
-    def _captured_by_all(self, shape: StaticShape, program: Program) -> Program:
-        """The replay of `program`, or `program` itself, on all ranks of a replica, if one could not capture it."""
-        outcome, replay = CAPTURED, program
+    def _captured_by_all(self, shape: StaticShape) -> Captured | None:
+        """The graph of `shape`, on all ranks of a replica; None if one could not capture it."""
+        outcome, captured = CAPTURED, None
         try:
-            replay = self._capture(shape, program)
+            captured = self._capture(shape)
         except WaitsError as failure:
             self._give_up(failure)
             outcome = WRONG
@@ -178,7 +191,7 @@ class GraphForward(EagerForward):
         if worst > outcome:
             self._give_up(RuntimeError("another rank of this replica could not capture a step"))
         self.is_wrong = worst == WRONG
-        return replay if worst == CAPTURED else program
+        return captured if worst == CAPTURED else None
 
     def _give_up(self, failure: Exception) -> None:
         """Capture no more, say why once, and keep what is captured."""
@@ -216,21 +229,14 @@ class GraphForward(EagerForward):
         self._kept_hidden = self._hidden_room[: len(states)].copy_(states)
 
     @torch.no_grad()
-    def _capture(self, shape: StaticShape, program: Program) -> Program:
+    def _capture(self, shape: StaticShape) -> Captured:
         if not self.num_captures:
             with NoWaiting():
                 self.adapter.forward(shape.read(self._words, self.cache)[0], self.cache)
             self._check_length(shape)
         self.num_captures += 1
-        replay, states = self.capturer.capture(program), self.cache.states
-        evaluated, hidden = states.evaluated, self._kept_hidden
-
-        def replay_all() -> torch.Tensor:
-            self._kept_hidden = hidden
-            states.evaluated = evaluated  # what recurrent layers keep lies where the captured forward has put it
-            return replay()
-
-        return replay_all
+        replay = self.capturer.capture(partial(self._run, shape))
+        return Captured(replay, self.cache.states.evaluated, self._kept_hidden)
 
     def _check_length(self, shape: StaticShape) -> None:
         """Raise WaitsError if the forward depends on the cached length, a Python number that a graph would freeze."""

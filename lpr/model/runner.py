@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -31,6 +32,12 @@ from lpr.model.step_inputs import Row
 
 
 def _nothing() -> None: ...
+
+
+def _hear(answers: list[Callable[[], None]]) -> None:
+    """Call what is in `answers`, once."""
+    while answers:
+        answers.pop()()
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class TreeModel:
         if graphs and self.device.type == "cuda":
             self._uncapturable = uncapturable(model, self.adapter.accepts_positions)
             self.capturer = CudaCapturer(self.device) if self._uncapturable is None else None
-        self._answer: Callable[[], None] = _nothing
+        self._answer: list[Callable[[], None]] = []
 
     @property
     def attention(self) -> str:
@@ -194,7 +201,8 @@ class TreeModel:
             except torch.cuda.OutOfMemoryError as failure:
                 needs = f"{size[2] * PAGE_SIZE * like.bytes_per_token / 2**30:.1f} GiB of K/V"
                 raise InputError(f"{lack_of_memory(needs, self.device)}, or give it less kv_memory") from failure
-            parts = self.adapter, self.sampler, self.cache, self._hear_replica
+            hear = partial(_hear, self._answer)  # not a method: in a cycle, a dropped engine would keep its K/V
+            parts = self.adapter, self.sampler, self.cache, hear
             if self.capturer is not None:
                 model = self.compiled or self.adapter
                 self.forward = GraphForward(*parts, capturer=self.capturer, model=model, worst=self._shared.worst)
@@ -224,7 +232,7 @@ class TreeModel:
         Returns what `Sampler.results` does, int32 [sum of num_results, words]; the next call overwrites it.
         """
         assert self.forward is not None
-        self._answer = self._shared.check_rows(rows)
+        self._answer[:] = [self._shared.check_rows(rows)]
         return self.forward.evaluate(rows, selection, num_candidates)
 
     def worst_of_replica(self, found: int) -> int:
@@ -234,9 +242,5 @@ class TreeModel:
     def fill(self, rows: Sequence[Row]) -> None:
         """Compute the K/V of pieces of pending chains; nothing is chosen."""
         assert self.forward is not None
-        self._answer = self._shared.check_rows(rows)
+        self._answer[:] = [self._shared.check_rows(rows)]
         self.forward.fill(rows)
-
-    def _hear_replica(self) -> None:
-        answer, self._answer = self._answer, _nothing
-        answer()

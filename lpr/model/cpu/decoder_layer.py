@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lpr.model.cpu.elementwise import norm_heads, rotate
-from lpr.model.cpu.modules import Norm, in_step, mlp_of, norm_of, pack_of
+from lpr.model.cpu.modules import Norm, OwnForward, in_step, mlp_of, norm_of, pack_of
 from lpr.model.cpu.products import Prepacked
 from lpr.model.cpu.source import fingerprint
 from lpr.model.kv_cache import cache_argument
@@ -38,7 +38,7 @@ _ROTARY = ("9ce62a38972c64b9", "ecada8fc389a23a7")
 class DecoderLayer:
     """The forward of a decoder layer inside a step; outside it the layer's own."""
 
-    plain: Callable[..., Tensor]
+    plain: OwnForward
     cache_argument: str
     attention: Any
     mlp: Callable[[Tensor], Tensor]
@@ -66,7 +66,8 @@ class DecoderLayer:
         if not in_step() or position_embeddings is None or cache is None:
             kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
             kwargs[self.cache_argument] = cache
-            return self.plain(hidden_states, position_embeddings=position_embeddings, **kwargs)
+            found: Tensor = self.plain(hidden_states, position_embeddings=position_embeddings, **kwargs)
+            return found
         attention = self.attention
         states = self.qkv.multiply(self.norms[0].of(hidden_states.contiguous()))
         queries, keys, values = self._heads(states, *position_embeddings)
@@ -118,7 +119,7 @@ def layer_of(module: Any) -> DecoderLayer | None:
     argument = cache_argument(type(module).forward)
     assert argument is not None
     return DecoderLayer(
-        module.forward,
+        OwnForward(module),
         argument,
         attention,
         known.of if known is not None else mlp,

@@ -5,7 +5,7 @@ Each replacement computes inside a step alone; outside it the module's own forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,30 @@ def in_step() -> bool:
     return current_step() is not None and not torch.is_grad_enabled()
 
 
+class OwnForward:
+    """The forward of a module's class, for what replaces it on the module.
+
+    The module is not kept alive: as its replacement holds this, a dropped model would keep its weights until the
+    collector runs, and that counts objects and not bytes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._forward: Any = type(module).forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `module.forward`."""
+        return self._forward(self._module(), *args, **kwargs)
+
+    def __reduce__(self) -> tuple[type[OwnForward], tuple[nn.Module | None]]:
+        return OwnForward, (self._module(),)  # in a copy of the model, that of the module's copy
+
+
 @dataclass(frozen=True, eq=False)
 class Norm:
     """The forward of an RMS norm."""
 
-    plain: Callable[[Tensor], Tensor]
+    plain: OwnForward
     weight: Tensor
     epsilon: float
     weighing: int
@@ -48,7 +67,8 @@ class Norm:
     def __call__(self, states: Tensor) -> Tensor:
         """As the module's own forward."""
         if not in_step() or states.dtype is not self.weight.dtype:
-            return self.plain(states)
+            found: Tensor = self.plain(states)
+            return found
         return self.of(states.contiguous())
 
     def of(self, states: Tensor, added: Tensor | None = None) -> Tensor:
@@ -65,21 +85,22 @@ def norm_of(module: Any) -> Norm | None:
     if weighing is Weighing.ONE_PLUS and fingerprint(type(module)._norm) != _GEMMA_NORM:
         return None
     epsilon = module.eps if weighing is Weighing.ONE_PLUS else module.variance_epsilon
-    return Norm(module.forward, weight.data, float(epsilon), int(weighing))
+    return Norm(OwnForward(module), weight.data, float(epsilon), int(weighing))
 
 
 @dataclass(frozen=True, eq=False)
 class GatedMlp:
     """The forward of an MLP: down(activation(gate(x)) * up(x))."""
 
-    plain: Callable[[Tensor], Tensor]
+    plain: OwnForward
     gate_up: Prepacked
     down: Prepacked
     activation: int
 
     def __call__(self, states: Tensor) -> Tensor:
         """As the module's own forward."""
-        return self.of(states) if in_step() else self.plain(states)
+        found: Tensor = self.of(states) if in_step() else self.plain(states)
+        return found
 
     def of(self, states: Tensor) -> Tensor:
         """The output for `states` [..., D]."""
@@ -94,7 +115,7 @@ def mlp_of(module: Any) -> GatedMlp | None:
     gate_up, down = pack_of(module.gate_proj, module.up_proj), pack_of(module.down_proj)
     if gate_up is None or down is None or len(set(gate_up.sizes)) > 1:
         return None
-    return GatedMlp(module.forward, gate_up, down, int(activation))
+    return GatedMlp(OwnForward(module), gate_up, down, int(activation))
 
 
 def pack_of(*members: Any) -> Prepacked | None:
