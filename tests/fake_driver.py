@@ -273,6 +273,14 @@ class FakeRanks:
         self._tasks.append(asyncio.create_task(driver.run()))
 
 
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait until `condition` holds, and fail after so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.005)
+
+
 @contextlib.contextmanager
 def served(
     said: Facts | None = None, prepare: Callable[[FakeDriver], None] | None = None, **flags: Any

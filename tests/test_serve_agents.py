@@ -1,11 +1,14 @@
 """What agents speak: calls of tools in chats, OpenAI's responses and Anthropic's messages, by the SDKs of both."""
 
 import json
+import socket
+import threading
 
 import anthropic
+import httpx
 import openai
 import pytest
-from fake_driver import facts, served, tokenizer_json
+from fake_driver import facts, served, tokenizer_json, wait_for
 
 from lpr.fleet.resume import Resumption
 
@@ -269,8 +272,11 @@ def test_a_response_that_is_cut_off_or_thinks(service):
 
 def test_a_response_keeps_to_a_schema(service):
     form = {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA, "strict": True}}
-    service.openai.responses.create(model="fake", input="u", text=form)
+    answer = service.openai.responses.create(model="fake", input="u", text=form)
     assert "city" in service.driver.submitted[-1].params.grammar
+    assert answer.text.format.to_dict() == form["format"]
+    plain = service.client.post("/v1/responses", json={"input": "u", "text": {"verbosity": "low"}}).json()
+    assert plain["text"] == {"format": {"type": "text"}, "verbosity": "low"}, "no name, as that of a schema"
 
 
 @pytest.mark.parametrize(
@@ -442,3 +448,61 @@ def test_a_failure_within_a_stream_is_an_event(path, body):
             other.call(fail)
             text = answer.read().decode()
     assert "it broke" in text and ("event: error" in text or "event: response.failed" in text) and "[DONE]" not in text
+
+
+# Ends.
+
+ROUTES = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/responses": {"input": "u", "store": False},
+    "/v1/messages": {"messages": USER, "max_tokens": 50},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_client_that_goes_ends_its_request_on_every_route(service, path, stream):
+    driver = service.driver
+    driver.hold = True
+    aborted, begin = len(driver.aborted), len(driver.submitted)
+    try:
+        link = socket.create_connection(("127.0.0.1", service.front.port))
+        body = json.dumps({"model": "fake", "stream": stream, **ROUTES[path]}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        link.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        wait_for(lambda: len(driver.submitted) > begin)
+        link.close()
+        wait_for(lambda: len(driver.aborted) > aborted)
+        wait_for(lambda: not service.front.context.open)
+        assert service.front.service.num_waiting == 0
+    finally:
+        driver.hold = False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ROUTES)
+def test_delete_ends_a_request_of_every_route_with_what_it_has(service, path, stream):
+    service.driver.hold = True
+    body, named = {"model": "fake", "stream": stream, **ROUTES[path]}, {"X-Request-Id": "mine"}
+    answers = []
+
+    def ask():
+        answers.append(httpx.post(service.url + path, json=body, headers=named, timeout=20))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        wait_for(lambda: service.client.delete("/v1/requests/mine").status_code == 200)
+        thread.join(20)
+        assert answers[0].status_code == 200, answers[0].text
+        assert REASONS[path] in answers[0].text
+        wait_for(lambda: not service.front.context.open)
+    finally:
+        service.driver.hold = False
+
+
+REASONS = {
+    "/v1/chat/completions": '"finish_reason":"abort"',
+    "/v1/responses": '"status":"incomplete"',
+    "/v1/messages": '"stop_reason":"end_turn"',
+}

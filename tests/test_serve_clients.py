@@ -3,20 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 
 import other_clients as clients
 import pytest
-from fake_driver import facts, served
+from fake_driver import facts, served, wait_for
 
 TEXT = "return x + 1\n"
-
-
-def wait_for(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
 
 
 def test_nodes_openai_client():

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
+from fake_driver import wait_for
 
 from lpr.serve import limits, port
 from lpr.serve.connections import KINDS, SECONDS, Connection, Waits
@@ -126,13 +127,6 @@ def is_closed(link, seconds=5.0):
     except ConnectionError:
         pass
     return True
-
-
-def wait_for(condition, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import time
 
 import httpx
 import pytest
-from fake_driver import facts, served, tokenizer_json
+from fake_driver import facts, served, tokenizer_json, wait_for
 from starlette.requests import Request
 
 from lpr.config import InputError
@@ -668,13 +668,6 @@ def test_an_error_of_the_engine_is_an_error_in_both_forms(service):
     stream = next(answer for answer in answers if answer.status_code == 200)
     steps, done = events(stream)
     assert done and steps[-1]["error"]["message"] == "NaN"
-
-
-def wait_for(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.005)
 
 
 def test_a_request_that_takes_too_long_is_ended():

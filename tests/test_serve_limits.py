@@ -11,7 +11,7 @@ import time
 
 import httpx
 import pytest
-from fake_driver import facts, served
+from fake_driver import facts, served, wait_for
 from serving import SMALL, serving
 
 from lpr.engine.waiting import MOST_PRIORITY, Waiting
@@ -180,13 +180,6 @@ def ask_in_thread(service, name, **body):
         return answers[0]
 
     return answer
-
-
-def wait_for(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.005)
 
 
 def num_open(service):

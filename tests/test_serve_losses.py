@@ -5,12 +5,11 @@ import errno
 import json
 import tempfile
 import threading
-import time
 
 import httpx
 import psutil
 import pytest
-from fake_driver import FakeDriver, FakeRanks, facts, served
+from fake_driver import FakeDriver, FakeRanks, facts, served, wait_for
 from serving import serving
 
 from lpr.protocol import Chunk, TokenLogprobs
@@ -69,13 +68,6 @@ class Stream(threading.Thread):
             "finish": self.events[-1]["finish_reason"] if self.events else None,
             "done": self.done,
         }
-
-
-def wait_for(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.005)
 
 
 class Script:

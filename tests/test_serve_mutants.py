@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from fake_driver import served
+from fake_driver import served, wait_for
 
 import lpr
 import lpr.engine.text as engine_text
@@ -83,13 +83,6 @@ def serving(engine):
             running.call(running.front.stop)
             thread.join(30)
             assert not thread.is_alive()
-
-
-def wait_for(condition, seconds=15.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
 
 
 def ask(running, body, key="one"):

@@ -61,7 +61,7 @@ class _ResponseForm(BlockForm):
             },
             "tools": [tool.model_dump() for tool in body.tools or () if not isinstance(tool, WebSearch)],
             "tool_choice": body.model_dump(include={"tool_choice"}, exclude_none=True).get("tool_choice", "auto"),
-            "text": (body.text or TextOptions(format=Format())).model_dump(by_alias=True, exclude_none=True),
+            "text": _text(body.text or TextOptions()),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "store": False,
             "truncation": "disabled",
@@ -157,3 +157,10 @@ def _part(block: Block) -> dict[str, Any]:
 
 def _logprobs(block: Block) -> dict[str, Any]:
     return {"logprobs": []} if block.kind == "text" else {}
+
+
+def _text(options: TextOptions) -> dict[str, Any]:
+    """What a response says of its text's form: only a schema has a name."""
+    said = options.model_dump(by_alias=True, exclude_none=True)
+    form = options.format or Format()
+    return said if form.type == "json_schema" else {**said, "format": {"type": form.type}}
