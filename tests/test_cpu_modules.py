@@ -256,3 +256,12 @@ def test_heights_of_packed_products() -> None:
     accelerate(model)
     heights = check.find_heights(nn.ModuleList([nn.Embedding(3, 3), model]))
     assert isinstance(heights, check.Heights) and heights.fewest <= check.MOST_FILLED
+
+
+def test_a_copy_of_a_replaced_module_computes_with_its_own_weights() -> None:
+    """Outside a step; its own forward is held by a reference that must not lead to the first module."""
+    norm = LlamaRMSNorm(8)
+    norm.forward = modules.norm_of(norm)
+    copied, states = copy.deepcopy(norm), torch.randn(3, 8)
+    copied.weight.data.fill_(2.0)
+    assert torch.equal(copied(states), 2 * norm(states))

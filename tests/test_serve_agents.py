@@ -457,6 +457,12 @@ ROUTES = {
     "/v1/responses": {"input": "u", "store": False},
     "/v1/messages": {"messages": USER, "max_tokens": 50},
 }
+REASONS = {
+    "/v1/chat/completions": '"finish_reason":"abort"',
+    "/v1/responses": '"status":"incomplete"',
+    "/v1/messages": '"stop_reason":"end_turn"',
+}
+"""What an answer says whose request was deleted."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -499,10 +505,3 @@ def test_delete_ends_a_request_of_every_route_with_what_it_has(service, path, st
         wait_for(lambda: not service.front.context.open)
     finally:
         service.driver.hold = False
-
-
-REASONS = {
-    "/v1/chat/completions": '"finish_reason":"abort"',
-    "/v1/responses": '"status":"incomplete"',
-    "/v1/messages": '"stop_reason":"end_turn"',
-}
