@@ -28,8 +28,8 @@ void bind_chains(nb::module_& m) {
           "text"_a)
       .def("text_from", &ChainState::text_from, "begin"_a);
   nb::class_<Chains>(m, "Chains")
-      .def(nb::init<int64_t, double>(), "num_nodes"_a, "token_cost"_a)
-      .def_rw("token_cost", &Chains::token_cost)
+      .def(nb::init<int64_t, StepRow>(), "num_nodes"_a, "times"_a)
+      .def_rw("times", &Chains::times)
       .def("draft", &draft_chains, "states"_a, "texts"_a, "depths"_a);
 }
 

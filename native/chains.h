@@ -112,12 +112,12 @@ class Chains {
     size_t count;
   };
 
-  double token_cost;
+  StepRow times;  // of a step at the knots, in any unit; set before a draft
 
-  Chains(int64_t num_nodes, double cost) : token_cost(cost), num_nodes_(num_nodes) {
-    if (num_nodes < 1 || !(0 <= cost && cost < 1))
-      throw std::invalid_argument("num_nodes=" + std::to_string(num_nodes) + " must be at least 1, token_cost=" +
-                                  std::to_string(cost) + " from 0 to 1");
+  Chains(int64_t num_nodes, StepRow first_times) : times(std::move(first_times)), num_nodes_(num_nodes) {
+    if (num_nodes < 1 || times.size() != constants.knots.size())
+      throw std::invalid_argument("num_nodes=" + std::to_string(num_nodes) + " must be at least 1, times must be " +
+                                  std::to_string(constants.knots.size()));
   }
 
   std::vector<Tokens> draft(const std::vector<ChainState*>& states, const std::vector<Text>& texts,
@@ -125,26 +125,38 @@ class Chains {
     if (states.size() != texts.size() || states.size() != depths.size())
       throw std::invalid_argument("states, texts and depths are not as many");
     for (size_t i = 0; i < states.size(); i++) states[i]->read(texts[i].tokens, texts[i].count, record_);
-    double tokens = static_cast<double>(states.size());
-    double time = 1.0 + token_cost * (tokens - 1.0);
-    double floor = token_cost * tokens / time, first_trust = record_.acceptance.trust();
+    if (states.empty()) return {};
+    double count = static_cast<double>(states.size());
+    double floor = floor_of(count), first_trust = record_.acceptance.trust();
     std::vector<std::pair<double, size_t>> ranked;
     for (size_t i = 0; i < states.size(); i++)
       for (double gain : states[i]->draft(depths[i], num_nodes_, floor, first_trust)) ranked.push_back({gain, i});
     std::stable_sort(ranked.begin(), ranked.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-    std::vector<size_t> counts(states.size(), 0);
-    for (auto [gain, i] : ranked) {
-      if (gain * time <= token_cost * tokens) break;
-      counts[i]++;
-      tokens += gain;
-      time += token_cost;
+    double tokens = count, best = count / time_at(count, times);
+    size_t num_kept = 0;
+    for (size_t k = 1; k <= ranked.size(); k++) {
+      tokens += ranked[k - 1].first;
+      double rate = tokens / time_at(count + static_cast<double>(k), times);
+      if (rate > best) best = rate, num_kept = k;
     }
+    std::vector<size_t> counts(states.size(), 0);
+    for (size_t k = 0; k < num_kept; k++) counts[ranked[k].second]++;
     std::vector<Tokens> found;
     for (size_t i = 0; i < states.size(); i++) found.push_back(states[i]->keep(counts[i]));
     return found;
   }
 
  private:
+  // The probability below which no token pays in a step of so many sequences: t(n) is linear between the knots.
+  double floor_of(double count) const {
+    double now = time_at(count, times), least = last_slope(times);
+    for (size_t knot = 0; knot < times.size(); knot++) {
+      double ahead = static_cast<double>(constants.knots[knot]) - count;
+      if (ahead > 0.0) least = std::min(least, (times[knot] - now) / ahead);
+    }
+    return count / now * least;
+  }
+
   int64_t num_nodes_;
   ChainRecord record_;
 };

@@ -113,6 +113,13 @@ def test_each_load_is_put_to_every_server_in_turn(model: Path, data: Path, tmp_p
     )
 
 
+def test_prompts_are_asked_once_where_that_is_asked_for(model: Path, data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "servers.json"
+    with fake() as one:
+        assert run(model, data, output, "--urls", f"lpr={one}", "--passes", "cold") == 0
+    assert {run["pass"] for run in json.loads(output.read_text())["runs"]} == {"cold"}
+
+
 def test_a_server_that_fails_is_a_row_that_says_so(model: Path, data: Path, tmp_path: Path) -> None:
     output = tmp_path / "servers.json"
     short = ("--temperatures", "0", "--clients", "1")
@@ -174,6 +181,7 @@ def test_commands(tmp_path: Path) -> None:
         (["--peers", "vllm-plain"], "--vllm is not given; see --help"),
         (["--urls", "lpr"], "--urls 'lpr' is not NAME=URL"),
         (["--urls", "lpr=http://x", "--prompts", "9"], "has 12 prompts, so its 4 loads have at most 3 each"),
+        (["--urls", "lpr=http://x", "--passes", "warm"], "--passes must be cold, or cold and warm"),
         (["--add", "--urls", "lpr=http://x", "--clients", "0"], "must be at least 1"),
     ],
 )

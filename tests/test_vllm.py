@@ -24,18 +24,21 @@ import lpr.native
 import lpr.vllm.proposer
 from lpr import InputError, bundled_model
 from lpr.config import TreeSizes
+from lpr.core.constants import KNOTS
+from lpr.core.step_times import interpolate
 from lpr.core.suffix_index import SuffixIndex
 from lpr.engine.trie_file import fingerprint_of, write_trie
 from lpr.vllm import Proposer
 from lpr.vllm.requests import Request, Requests
-from lpr.vllm.settings import settings_of
+from lpr.vllm.settings import CPU_TOKEN_COST, GPU_TOKEN_COST, settings_of
+from lpr.vllm.step_clock import StepClock, line_through
 from tests.native_pair import PURE, native_core
 
 LONGEST, TOKENS, VOCABULARY = 400, 6, 50
 
 
 def config(**lpr_settings: Any) -> Any:
-    """What a proposer reads of vLLM's configuration."""
+    """What a proposer reads of vLLM's configuration; no time is measured, so that drafts can be repeated."""
     folder = str(bundled_model())
     model = SimpleNamespace(
         max_model_len=LONGEST, get_vocab_size=lambda: VOCABULARY, tokenizer=folder, tokenizer_revision=None,
@@ -46,7 +49,8 @@ def config(**lpr_settings: Any) -> Any:
         model_config=model,
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         parallel_config=SimpleNamespace(distributed_executor_backend=None),
-        additional_config={"lpr": lpr_settings},
+        device_config=SimpleNamespace(device_type="cuda"),
+        additional_config={"lpr": {"token_cost": 0.001, **lpr_settings}},
     )
 
 
@@ -195,7 +199,7 @@ class Rows:
 
     def __init__(self, kind: type[Requests] = Requests) -> None:
         self.requests = kind(2, new_request)
-        self.chains = lpr.native.Chains(16, 0.0)
+        self.chains = lpr.native.Chains(16, [1.0] * len(KNOTS))
 
     def __call__(self, *texts: Sequence[int], count: int = 1) -> tuple[list[Request], list[Request]]:
         arrays = [np.array(text, np.int32) for text in texts]
@@ -283,6 +287,129 @@ def test_a_draft_is_as_long_as_it_pays() -> None:
     assert lengths[0] > 40 * 4 * 4
 
 
+class Clock:
+    """The time that a proposer sees: each step takes what its tokens cost, and more where a prompt is computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: Callable[[int], float]) -> None:
+        self.now, self.times = 100.0, times
+        monkeypatch.setattr(lpr.vllm.proposer.time, "perf_counter", lambda: self.now)
+
+    def pass_step(self, batch: Batch, seconds: float = 0.0) -> None:
+        """The time of the step that `batch` takes next."""
+        tokens = sum(1 + len(batch.drafts.get(name, ())) for name in batch.rows if batch.filling[name] <= 1)
+        self.now += self.times(tokens) + seconds
+
+
+def measured(proposer: Any, clock: Clock, num_requests: int = 4, num_steps: int = 200) -> list[int]:
+    """Lengths of drafts while requests come and go; a prompt takes a second, and the server sleeps before it."""
+    batch, lengths, number = Batch(proposer), list[int](), 0
+    for step in range(num_steps):
+        for name in [name for name in batch.rows if len(batch.texts[name]) > 120]:
+            batch.remove(name)
+        comes = len(batch.rows) < num_requests
+        if comes:
+            number += 1
+            batch.add(f"r{number}", [number % 40, *range(10, 22), number % 40, 10, 11], pieces=1 + number % 2)
+        clock.pass_step(batch, 1.0 if comes or max(batch.filling.values()) > 1 else 0.0)
+        drafts = batch.step()
+        lengths += [len(draft) for name, draft in drafts.items() if step > num_steps // 2 and batch.filling[name] <= 0]
+    return lengths
+
+
+def shape(proposer: Any, num_sequences: int, count: int) -> float:
+    """Time of a step of `count` tokens over one without drafts."""
+    row = proposer._clock.row(num_sequences)
+    return interpolate(row, count) / interpolate(row, num_sequences)
+
+
+@pytest.mark.parametrize(("device", "cost"), [("cuda", 0.08), ("cuda", 0.0), ("cpu", 0.3), ("cpu", 0.0)])
+def test_the_cost_of_a_token_is_measured(device: str, cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps differ by 10 %, and every tenth one is disturbed."""
+    noise = random.Random(0)
+    disturbed = lambda: noise.gauss(1, 0.1) * (3 if noise.random() < 0.1 else 1)  # noqa: E731
+    clock = Clock(monkeypatch, lambda tokens: 0.01 * (1 + cost * (tokens - 1)) * disturbed())
+    vllm_config = config(token_cost="measured")
+    vllm_config.device_config.device_type = device
+    proposer = Proposer(vllm_config)
+    first = CPU_TOKEN_COST if device == "cpu" else GPU_TOKEN_COST
+    assert shape(proposer, 1, 11) == pytest.approx(1 + 10 * first)
+    measured(proposer, clock)
+    assert shape(proposer, 4, 16) == pytest.approx(shape(Proposer(config(token_cost=cost)), 4, 16), rel=0.15)
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.2])
+def test_a_line_is_drawn_through_the_first_steps(cost: float) -> None:
+    noise = random.Random(1)
+    steps = [(n, 5 * (1 + cost * (n - 1)) * noise.gauss(1, 0.05)) for n in (1, 2, 9, 20) * 8]
+    steps[3::8] = [(n, 4 * ms) for n, ms in steps[3::8]]
+    line = line_through(steps, 0.5)
+    assert interpolate(line, 20) / line[0] == pytest.approx(1 + 19 * cost, rel=0.1)
+    alike = line_through([(3, 8.0), (3, 9.0), (3, 10.0)], 0.5)
+    assert alike[:3] == pytest.approx([4.5, 6.75, 11.25]), "the cost that is given"
+    falling = line_through([(1, 9.0), (5, 8.0)], 0.5)
+    assert falling == [8.5] * len(KNOTS)
+
+
+def steps_that_count(monkeypatch: pytest.MonkeyPatch, num_steps: int = 60) -> list[tuple[int, float]]:
+    """Tokens and seconds of the steps that are measured, where a token takes a hundredth of a second."""
+    clock, found = Clock(monkeypatch, lambda tokens: 0.01 * tokens), list[tuple[int, float]]()
+    monkeypatch.setattr(StepClock, "_observe", lambda self, count, _, ms: found.append((count, ms / 1e3)))
+    measured(Proposer(config(token_cost="measured")), clock, num_steps=num_steps)
+    return found
+
+
+def test_steps_with_prompts_or_after_a_pause_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = steps_that_count(monkeypatch)
+    assert len(found) > 20 and len({count for count, _ in found}) > 4
+    assert [seconds for _, seconds in found] == pytest.approx([0.01 * count for count, _ in found])
+
+
+@pytest.mark.parametrize("mutant", ["prompts count", "requests that came count"])
+def test_a_mutant_that_counts_other_steps_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = StepClock.begin
+
+    def begin(self: Any, now: float, running: Sequence[Request], is_whole: bool) -> None:
+        if mutant == "requests that came count":
+            self._evaluates = {each: self._evaluates.get(each, 1) for each in running}
+        real(self, now, running, is_whole or mutant == "prompts count")
+
+    monkeypatch.setattr(StepClock, "begin", begin)
+    with pytest.raises(AssertionError):
+        test_steps_with_prompts_or_after_a_pause_do_not_count(monkeypatch)
+
+
+def test_ranks_that_schedule_alone_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda tokens: 0.01 * tokens)
+    vllm_config = config(token_cost="measured")
+    vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
+    proposer = Proposer(vllm_config)
+    measured(proposer, clock)
+    assert shape(proposer, 1, 11) == pytest.approx(1 + 10 * GPU_TOKEN_COST)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_both_cores_cut_chains_alike_by_any_step_times(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not lpr.native.is_native:
+        pytest.skip("the extension was not built")
+    row = np.cumsum(np.random.default_rng(seed).exponential(size=len(KNOTS)) ** 3 + 1e-3).tolist()
+    monkeypatch.setattr(StepClock, "row_to_draft", lambda self, num_sequences: row)
+    test_both_cores_draft_the_same_chains(seed, monkeypatch)
+
+
+def test_the_chains_of_a_batch_bring_most_tokens_for_their_time() -> None:
+    """Steps of up to 8 tokens take one time, larger ones ten times that: 8 tokens are drafted, whatever they promise."""
+    times = [1.0 if knot <= 8 else 10.0 for knot in KNOTS]
+    chains = lpr.native.Chains(64, times)
+    states = [lpr.native.ChainState(TreeSizes(trie_nodes=64, branch_length=6)) for _ in range(2)]
+    texts = [np.array([n, 5, 6, 7, 8, 9, 10, n, 5, 6, 7, 8, 9, 10, n], np.int32) for n in (1, 2)]
+    assert sum(map(len, chains.draft(states, texts, [6, 6]))) == 6
+    chains.times = [1.0] * len(KNOTS)
+    assert [len(draft) for draft in chains.draft(states, texts, [6, 4])] == [6, 4]
+    with pytest.raises(ValueError, match="times must be"):
+        lpr.native.Chains(64, [1.0])
+    assert chains.draft([], [], []) == []
+
+
 def test_a_batch_without_sampled_tokens_has_no_drafts() -> None:
     proposer = Proposer(config())
     tokens = np.ones((2, LONGEST), np.int32)
@@ -304,6 +431,7 @@ def test_a_row_with_placeholders_is_left_alone() -> None:
     ("values", "message"),
     [
         ({"token_cost": 2}, "lpr: Expected `float` < 1.0"),
+        ({"token_cost": "little"}, "token_cost"),
         ({"tokencost": 0.1}, "unknown field `tokencost`"),
         ({"share": "some"}, "share"),
         ({"share": 0}, "share"),
@@ -326,6 +454,7 @@ def test_settings_that_cannot_work_are_one_line(values: Any, message: str, monke
 def test_vllm_without_settings_of_ours() -> None:
     for additional in ({}, {"other": 1}, None, object()):
         assert settings_of(additional) == settings_of({"lpr": {}})
+    assert settings_of(None).token_cost == "measured"
 
 
 def test_a_trie_file_is_a_source(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -44,7 +44,7 @@ from lpr.config import InputError
 
 DOCS = Path(__file__).parents[2] / "docs" / "results.md"
 MARKS = "<!-- made by python -m benchmarks.servers --table -->", "<!-- end -->"
-PASSES = ("cold", "warm")
+PASSES: tuple[Literal["cold", "warm"], ...] = ("cold", "warm")
 PLAIN = "lpr-plain"
 """Its texts are those that other plain servers are compared with."""
 Json = dict[str, Any]
@@ -66,6 +66,8 @@ class ServersOptions(Options):
     """Temperatures."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     """Types of weights."""
+    passes: tuple[Literal["cold", "warm"], ...] = PASSES
+    """Whether prompts are asked for the first time, or that and once more."""
     prompts: Whole = 12
     """Prompts of each load; each load has its own."""
     tokens: Whole = 128
@@ -200,7 +202,7 @@ class Comparison:
         names = names[turn % len(names) :] + names[: turn % len(names)]
         rows = []
         for name in names:
-            for number in PASSES:
+            for number in self._options.passes:
                 row: Json = {
                     "name": name, "dtype": self.dtype, "data": case.data, "temperature": case.temperature,
                     "clients": case.clients, "prompts": len(case.prompts), "pass": number,
@@ -253,6 +255,8 @@ def check(options: ServersOptions) -> None:
         raise InputError("--prompts, --tokens and --clients must be at least 1")
     if options.urls and len(options.dtypes) != 1:
         raise InputError("--urls needs one of --dtypes, the type that these servers run in")
+    if options.passes not in (PASSES, PASSES[:1]):
+        raise InputError("--passes must be cold, or cold and warm")
     if options.add and not options.output:
         raise InputError("--add needs --output")
     for name in () if options.urls else options.peers:  # a missing peer is told before anything starts

