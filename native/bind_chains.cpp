@@ -30,6 +30,7 @@ void bind_chains(nb::module_& m) {
   nb::class_<Chains>(m, "Chains")
       .def(nb::init<int64_t, StepRow>(), "num_nodes"_a, "times"_a)
       .def_rw("times", &Chains::times)
+      .def_rw("plain_part", &Chains::plain_part)
       .def("draft", &draft_chains, "states"_a, "texts"_a, "depths"_a);
 }
 

@@ -112,7 +112,8 @@ class Chains {
     size_t count;
   };
 
-  StepRow times;  // of a step at the knots, in any unit; set before a draft
+  StepRow times;            // of a step at the knots, in any unit; set before a draft
+  double plain_part = 1.0;  // of that time for as many tokens, which a step without drafts takes
 
   Chains(int64_t num_nodes, StepRow first_times) : times(std::move(first_times)), num_nodes_(num_nodes) {
     if (num_nodes < 1 || times.size() != constants.knots.size())
@@ -132,7 +133,7 @@ class Chains {
     for (size_t i = 0; i < states.size(); i++)
       for (double gain : states[i]->draft(depths[i], num_nodes_, floor, first_trust)) ranked.push_back({gain, i});
     std::stable_sort(ranked.begin(), ranked.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-    double tokens = count, best = count / time_at(count, times);
+    double tokens = count, best = count / (time_at(count, times) * plain_part);
     size_t num_kept = 0;
     for (size_t k = 1; k <= ranked.size(); k++) {
       tokens += ranked[k - 1].first;

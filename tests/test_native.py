@@ -184,7 +184,7 @@ def test_ranks_with_and_without_the_extension_work_together() -> None:
 
 @needs_native
 def test_what_native_offers_the_specification_has() -> None:
-    set_by_init = {"first_times", "tokens", "num_computed_tokens", "probabilities", "times"}
+    set_by_init = {"first_times", "tokens", "num_computed_tokens", "probabilities", "times", "plain_part"}
     for name in NAMES:
         pure, native = getattr(PURE, name), getattr(NATIVE, name)
         offered = {each for each in dir(native) if not each.startswith("_")} if isinstance(native, type) else set()

@@ -31,7 +31,7 @@ from lpr.engine.trie_file import fingerprint_of, write_trie
 from lpr.vllm import Proposer
 from lpr.vllm.requests import Request, Requests
 from lpr.vllm.settings import CPU_TOKEN_COST, GPU_TOKEN_COST, settings_of
-from lpr.vllm.step_clock import StepClock, line_through
+from lpr.vllm.step_clock import Step, StepClock, line_through
 from tests.native_pair import PURE, native_core
 
 LONGEST, TOKENS, VOCABULARY = 400, 6, 50
@@ -334,26 +334,36 @@ def test_the_cost_of_a_token_is_measured(device: str, cost: float, monkeypatch: 
     first = CPU_TOKEN_COST if device == "cpu" else GPU_TOKEN_COST
     assert shape(proposer, 1, 11) == pytest.approx(1 + 10 * first)
     measured(proposer, clock)
-    assert shape(proposer, 4, 16) == pytest.approx(shape(Proposer(config(token_cost=cost)), 4, 16), rel=0.15)
+    assert shape(proposer, 4, 16) == pytest.approx(shape(Proposer(config(token_cost=cost)), 4, 16), rel=0.25)
+
+
+@pytest.mark.parametrize("part", [0.1, 1.0])
+def test_what_a_step_without_drafts_takes_is_measured(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = random.Random(2)
+    takes = lambda tokens: (part if tokens <= 4 else 1.0) * (1 + 0.01 * tokens) * noise.gauss(1, 0.05)  # noqa: E731
+    proposer = Proposer(config(token_cost="measured"))
+    lengths = measured(proposer, Clock(monkeypatch, takes))
+    assert proposer._clock.plain_part(4) == pytest.approx(part, rel=0.15)
+    assert bool(np.mean(lengths) > 1) is (part == 1), "28 tokens in 12 times the time of 4 are not worth it"
 
 
 @pytest.mark.parametrize("cost", [0.0, 0.2])
 def test_a_line_is_drawn_through_the_first_steps(cost: float) -> None:
     noise = random.Random(1)
-    steps = [(n, 5 * (1 + cost * (n - 1)) * noise.gauss(1, 0.05)) for n in (1, 2, 9, 20) * 8]
-    steps[3::8] = [(n, 4 * ms) for n, ms in steps[3::8]]
+    steps = [Step(n, 1, 5 * (1 + cost * (n - 1)) * noise.gauss(1, 0.05)) for n in (1, 2, 9, 20) * 8]
+    steps[3::8] = [Step(n, 1, 4 * ms) for n, _, ms in steps[3::8]]
     line = line_through(steps, 0.5)
     assert interpolate(line, 20) / line[0] == pytest.approx(1 + 19 * cost, rel=0.1)
-    alike = line_through([(3, 8.0), (3, 9.0), (3, 10.0)], 0.5)
+    alike = line_through([Step(3, 1, 8.0), Step(3, 1, 9.0), Step(3, 1, 10.0)], 0.5)
     assert alike[:3] == pytest.approx([4.5, 6.75, 11.25]), "the cost that is given"
-    falling = line_through([(1, 9.0), (5, 8.0)], 0.5)
+    falling = line_through([Step(1, 1, 9.0), Step(5, 1, 8.0)], 0.5)
     assert falling == [8.5] * len(KNOTS)
 
 
 def steps_that_count(monkeypatch: pytest.MonkeyPatch, num_steps: int = 60) -> list[tuple[int, float]]:
     """Tokens and seconds of the steps that are measured, where a token takes a hundredth of a second."""
     clock, found = Clock(monkeypatch, lambda tokens: 0.01 * tokens), list[tuple[int, float]]()
-    monkeypatch.setattr(StepClock, "_observe", lambda self, count, _, ms: found.append((count, ms / 1e3)))
+    monkeypatch.setattr(StepClock, "_observe", lambda self, step: found.append((step.num_tokens, step.milliseconds / 1e3)))
     measured(Proposer(config(token_cost="measured")), clock, num_steps=num_steps)
     return found
 
@@ -392,7 +402,7 @@ def test_both_cores_cut_chains_alike_by_any_step_times(seed: int, monkeypatch: p
     if not lpr.native.is_native:
         pytest.skip("the extension was not built")
     row = np.cumsum(np.random.default_rng(seed).exponential(size=len(KNOTS)) ** 3 + 1e-3).tolist()
-    monkeypatch.setattr(StepClock, "row_to_draft", lambda self, num_sequences: row)
+    monkeypatch.setattr(StepClock, "to_draft", lambda self, num_sequences: (row, 0.8))
     test_both_cores_draft_the_same_chains(seed, monkeypatch)
 
 
@@ -403,7 +413,9 @@ def test_the_chains_of_a_batch_bring_most_tokens_for_their_time() -> None:
     states = [lpr.native.ChainState(TreeSizes(trie_nodes=64, branch_length=6)) for _ in range(2)]
     texts = [np.array([n, 5, 6, 7, 8, 9, 10, n, 5, 6, 7, 8, 9, 10, n], np.int32) for n in (1, 2)]
     assert sum(map(len, chains.draft(states, texts, [6, 6]))) == 6
-    chains.times = [1.0] * len(KNOTS)
+    chains.plain_part = 0.1
+    assert sum(map(len, chains.draft(states, texts, [6, 6]))) == 0, "8 tokens for 10 times the time of 2"
+    chains.times, chains.plain_part = [1.0] * len(KNOTS), 0.9
     assert [len(draft) for draft in chains.draft(states, texts, [6, 4])] == [6, 4]
     with pytest.raises(ValueError, match="times must be"):
         lpr.native.Chains(64, [1.0])

@@ -6,7 +6,7 @@ engine never verified, so the calibration learns from the whole tree and not fro
 
 The chain of a tree is the path of the greatest expected gain. Chains are then cut together: a step of B sequences with
 their k likeliest tokens takes the time t(B + k) and emits B + p_1 + ... + p_k tokens, and k is chosen so that the tokens
-per time are most.
+per time are most. A step without any draft may take less than t(B), as an engine does more for verification.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ class Chains:
             raise ValueError(f"num_nodes={num_nodes} must be at least 1, times must be {len(constants.KNOTS)}")
         self.times = list(times)
         """Times of a step at `constants.KNOTS` tokens, in any unit; set before a draft."""
+        self.plain_part = 1.0
+        """Time of a step without drafts, as a part of that in `times` for as many tokens; set before a draft."""
         self._num_nodes = num_nodes
         self._record = ChainRecord()
 
@@ -168,7 +170,9 @@ class Chains:
             ranked += [(gain, number) for gain in state.draft(depth, self._num_nodes, floor, first_trust)]
         ranked.sort(key=lambda each: -each[0])
         tokens = np.cumsum([float(len(states)), *(gain for gain, _ in ranked)])
-        rates = tokens / times_at(len(states) + np.arange(len(tokens)), self.times)
+        times = times_at(len(states) + np.arange(len(tokens)), self.times)
+        times[0] *= self.plain_part
+        rates = tokens / times
         counts = [0] * len(states)
         for _, number in ranked[: int(np.argmax(rates))]:
             counts[number] += 1

@@ -68,7 +68,7 @@ class Proposer:
         self._sources.learn(running, gone)
         states = [request.state for request in running]
         depths = [min(self._num_tokens, self._longest - len(text) - 1) for text in texts]
-        self._chains.times = self._clock.row_to_draft(len(rows))
+        self._chains.times, self._chains.plain_part = self._clock.to_draft(len(rows))
         found = self._chains.draft(states, texts, depths)
         self._clock.end(running, found)
         for row, draft in zip(rows, found, strict=True):

@@ -4,26 +4,54 @@ vLLM calls its proposer once a step and waits for it, as it switches asynchronou
 two calls is that of a step, the host's work included, if all its requests were in the step before it. A step that
 computes a prompt, or before which the server had nothing to do, has a request that was not, or a row without a token.
 
-The first steps of each batch size give a line through their times: every other one has short drafts, as nothing would
-show what a shorter step takes where all have long ones. Later steps correct it (`StepTimesTracker`).
+The first steps of each batch size give a line through the times of steps with drafts, and what a step without any takes
+of it: vLLM does more where there is something to verify. Some of these steps have few drafts or none, as otherwise
+nothing would show what they take. Later steps correct the line (`StepTimesTracker`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from lpr.core.constants import KNOTS
-from lpr.core.step_times import StepTimes, StepTimesTracker, interpolate
+from lpr.core.step_times import MOST_SURPRISE, StepTimes, StepTimesTracker, interpolate
 from lpr.vllm.requests import Request
 
-TRIED = 16
-"""Measured steps of a batch size that its line is drawn through."""
-SHORT = 0.3
-"""What a token costs in every other one of them, as a part of a step of one token."""
+NONE, FEW = 1e6, 0.3
+"""What a token costs where there are to be no drafts, or few, as a part of a step of one token."""
+TRIALS = (None, FEW, None, NONE) * 4
+"""What a token costs in the first measured steps of a batch size; None: as much as is known."""
 REFRESH = 16
 """Later steps after which the times in use are renewed: that takes longer than a draft."""
+PLAIN_MEMORY = 0.1
+"""Weight of the latest step without drafts in what such a step takes."""
+
+
+class Step(NamedTuple):
+    """A measured step."""
+
+    num_tokens: int
+    num_sequences: int
+    milliseconds: float
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it had no drafts."""
+        return self.num_tokens == self.num_sequences
+
+
+@dataclass
+class BatchSize:
+    """What is known of the steps of a batch size, rounded up to a power of two."""
+
+    trials: list[Step] = field(default_factory=list)
+    plain_log: float = 0.0
+    """Logarithm of the part that a step without drafts takes of one with as many tokens."""
 
 
 class StepClock:
@@ -33,9 +61,7 @@ class StepClock:
         """A further token costs `token_cost` of a step of one token, until steps show otherwise if `is_measured`."""
         self._token_cost, self._is_measured = token_cost, is_measured
         self._table = StepTimes({(1, 0): _line_of(token_cost)})
-        self._short = StepTimes({(1, 0): _line_of(SHORT)})
-        self._tried: dict[int, list[tuple[int, float]]] = {}
-        """Tokens and milliseconds of the first steps, by batch size rounded up to a power of two."""
+        self._sizes: dict[int, BatchSize] = {}
         self._tracker: StepTimesTracker | None = None
         self._num_tracked = 0
         self._began = 0.0
@@ -43,19 +69,26 @@ class StepClock:
         """The tokens that the running step evaluates of each of its requests, as far as is known."""
 
     def row(self, num_sequences: int) -> list[float]:
-        """Times of a step of so many sequences, at `constants.KNOTS` tokens."""
+        """Times of a step of so many sequences with drafts, at `constants.KNOTS` tokens."""
         return self._table.row(num_sequences, 0)
+
+    def plain_part(self, num_sequences: int) -> float:
+        """Time of a step without drafts, as a part of that in `row` for as many tokens."""
+        return math.exp(min(0.0, self._size(num_sequences).plain_log))
+
+    def to_draft(self, num_sequences: int) -> tuple[list[float], float]:
+        """The row and the plain part by which the next step is drafted: what is known, or those of a trial."""
+        number = len(self._size(num_sequences).trials)
+        cost = TRIALS[number] if number < len(TRIALS) else None
+        if cost is None or not self._is_measured:
+            return self.row(num_sequences), self.plain_part(num_sequences)
+        return _line_of(cost), 1.0
 
     def token_cost(self, num_sequences: int) -> float:
         """Time of a further token of a step, up to as many as there are sequences, as a part of one without drafts."""
         row = self.row(num_sequences)
-        plain = interpolate(row, num_sequences)
+        plain = interpolate(row, num_sequences) * self.plain_part(num_sequences)
         return (interpolate(row, 2 * num_sequences) / plain - 1) / num_sequences
-
-    def row_to_draft(self, num_sequences: int) -> list[float]:
-        """The times by which the next step is drafted: those of `row`, or such that drafts are short."""
-        number = len(self._tried.get(_size(num_sequences), ()))
-        return self._short.row(1, 0) if number < TRIED and number % 2 else self.row(num_sequences)
 
     def begin(self, now: float, running: Sequence[Request], is_whole: bool) -> None:
         """A step has ended at `now` (seconds), which brought tokens to the `running` requests.
@@ -65,37 +98,60 @@ class StepClock:
         began, self._began = self._began, now
         evaluated = [self._evaluates.get(request, 0) for request in running]
         if self._is_measured and is_whole and all(evaluated) and now > began:
-            self._observe(sum(evaluated), len(running), 1e3 * (now - began))
+            self._observe(Step(sum(evaluated), len(running), 1e3 * (now - began)))
 
     def end(self, running: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
         """The next step evaluates these `drafts`, and a token before each."""
         self._evaluates = {request: 1 + len(draft) for request, draft in zip(running, drafts, strict=True)}
 
-    def _observe(self, count: int, num_sequences: int, milliseconds: float) -> None:
-        tried = self._tried.setdefault(_size(num_sequences), [])
-        if len(tried) < TRIED:
-            tried.append((count, milliseconds))
-            if len(tried) == TRIED:
-                known = self._tracker.table().rows if self._tracker is not None else {}
-                self._table = StepTimes({**known, (_size(num_sequences), 0): line_through(tried, self._token_cost)})
-                self._tracker = StepTimesTracker(self._table)
+    def _size(self, num_sequences: int) -> BatchSize:
+        return self._sizes.setdefault(_rounded(num_sequences), BatchSize())
+
+    def _observe(self, step: Step) -> None:
+        size = self._size(step.num_sequences)
+        if len(size.trials) < len(TRIALS):
+            size.trials.append(step)
+            if len(size.trials) == len(TRIALS):
+                self._learn(size)
+        elif step.is_plain:
+            off = self._off(step) - size.plain_log
+            size.plain_log += PLAIN_MEMORY * min(max(off, -MOST_SURPRISE), MOST_SURPRISE)
         elif self._tracker is not None:
-            self._tracker.observe(count, num_sequences, 0, milliseconds)
+            self._tracker.observe(step.num_tokens, step.num_sequences, 0, step.milliseconds)
             self._num_tracked += 1
             if self._num_tracked % REFRESH == 0:
                 self._table = self._tracker.table()
+
+    def _learn(self, size: BatchSize) -> None:
+        """Draw the line of a batch size whose trials are complete."""
+        plain = [step for step in size.trials if step.is_plain]
+        drafted = [step for step in size.trials if not step.is_plain]
+        known = self._tracker.table().rows if self._tracker is not None else {}
+        key = _rounded(size.trials[0].num_sequences), 0
+        self._table = StepTimes({**known, key: line_through(drafted or plain, self._token_cost)})
+        self._tracker = StepTimesTracker(self._table)
+        if plain and drafted:
+            size.plain_log = float(np.median([self._off(step) for step in plain]))
+
+    def _off(self, step: Step) -> float:
+        return math.log(step.milliseconds / interpolate(self.row(step.num_sequences), step.num_tokens))
+
+
+def _rounded(num_sequences: int) -> int:
+    return 1 << (num_sequences - 1).bit_length()
 
 
 def _line_of(token_cost: float) -> list[float]:
     return [1.0 + token_cost * (knot - 1) for knot in KNOTS]
 
 
-def line_through(steps: Sequence[tuple[int, float]], token_cost: float) -> list[float]:
+def line_through(steps: Sequence[Step], token_cost: float) -> list[float]:
     """A line at `KNOTS` through tokens and times, by the median of the slopes between them (Theil 1950, Sen 1968).
 
     Slopes count by how many tokens they span. Where all steps have as many tokens, the slope is that of `token_cost`.
     """
-    counts, times = np.array(steps, float).T
+    counts = np.array([step.num_tokens for step in steps], float)
+    times = np.array([step.milliseconds for step in steps])
     before, after = np.triu_indices(len(counts), 1)
     spans = counts[after] - counts[before]
     before, after, spans = before[spans != 0], after[spans != 0], spans[spans != 0]
@@ -108,7 +164,3 @@ def line_through(steps: Sequence[tuple[int, float]], token_cost: float) -> list[
         slope = token_cost * float(np.median(times / (1.0 + token_cost * (counts - 1.0))))
     level = max(float(np.median(times - slope * counts)), 0.01 * float(np.median(times)))
     return [level + slope * knot for knot in KNOTS]
-
-
-def _size(num_sequences: int) -> int:
-    return 1 << (num_sequences - 1).bit_length()
