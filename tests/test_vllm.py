@@ -363,7 +363,9 @@ def test_a_line_is_drawn_through_the_first_steps(cost: float) -> None:
 def steps_that_count(monkeypatch: pytest.MonkeyPatch, num_steps: int = 60) -> list[tuple[int, float]]:
     """Tokens and seconds of the steps that are measured, where a token takes a hundredth of a second."""
     clock, found = Clock(monkeypatch, lambda tokens: 0.01 * tokens), list[tuple[int, float]]()
-    monkeypatch.setattr(StepClock, "_observe", lambda self, step: found.append((step.num_tokens, step.milliseconds / 1e3)))
+    monkeypatch.setattr(
+        StepClock, "_observe", lambda self, step: found.append((step.num_tokens, step.milliseconds / 1e3))
+    )
     measured(Proposer(config(token_cost="measured")), clock, num_steps=num_steps)
     return found
 
@@ -407,7 +409,7 @@ def test_both_cores_cut_chains_alike_by_any_step_times(seed: int, monkeypatch: p
 
 
 def test_the_chains_of_a_batch_bring_most_tokens_for_their_time() -> None:
-    """Steps of up to 8 tokens take one time, larger ones ten times that: 8 tokens are drafted, whatever they promise."""
+    """Steps of up to 8 tokens take one time, larger ones ten times that: so 8 are evaluated, whatever they promise."""
     times = [1.0 if knot <= 8 else 10.0 for knot in KNOTS]
     chains = lpr.native.Chains(64, times)
     states = [lpr.native.ChainState(TreeSizes(trie_nodes=64, branch_length=6)) for _ in range(2)]

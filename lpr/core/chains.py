@@ -182,6 +182,8 @@ class Chains:
         """The probability below which no token pays in a step of `count` sequences: t(n) is linear between knots."""
         now = float(times_at(np.array([count]), self.times)[0])
         slopes = [
-            (time - now) / (knot - count) for knot, time in zip(constants.KNOTS, self.times, strict=True) if knot > count
+            (time - now) / (knot - count)
+            for knot, time in zip(constants.KNOTS, self.times, strict=True)
+            if knot > count
         ]
         return count / now * min([*slopes, float(last_slope(self.times))])
