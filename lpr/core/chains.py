@@ -5,8 +5,8 @@ walked along the new tokens. Below every node on that path it is known which chi
 engine never verified, so the calibration learns from the whole tree and not from the chain alone.
 
 The chain of a tree is the path of the greatest expected gain. Chains are then cut together: a step of B sequences with
-their k likeliest tokens takes the time t(B + k) and emits B + p_1 + ... + p_k tokens, and k is chosen so that the tokens
-per time are most. A step without any draft may take less than t(B), as an engine does more for verification.
+their k likeliest tokens takes the time t(B + k) and emits B + p_1 + ... + p_k tokens, and k is chosen such that
+the tokens per time are most. A step without any draft may take less than t(B), as an engine does more for verification.
 """
 
 from __future__ import annotations
