@@ -34,6 +34,16 @@ inline double time_at(double per_rank, const StepRow& row) {
   return (slope * (per_rank - from) + row[low]) + beyond;
 }
 
+// The least that further tokens after so many cost on average: t(n) is linear between the knots.
+inline double least_slope(double at, const StepRow& row) {
+  double now = time_at(at, row), least = last_slope(row);
+  for (size_t knot = 0; knot < row.size(); knot++) {
+    double ahead = static_cast<double>(constants.knots[knot]) - at;
+    if (ahead > 1e-9) least = std::min(least, (row[knot] - now) / ahead);
+  }
+  return least;
+}
+
 // Expected tokens and time of a step while its trees are drafted, one after the other.
 class ExpectedTokens {
  public:
@@ -61,14 +71,8 @@ class ExpectedTokens {
 
   double times(int64_t nodes) const { return time_at(per_rank(nodes), row_); }
 
-  // The least that further nodes after so many cost on average: t(n) is linear between the knots.
   double cheapest(int64_t nodes) const {
-    double at = per_rank(nodes), now = time_at(at, row_), least = kInfinity;
-    for (size_t knot = 0; knot < row_.size(); knot++) {
-      double ahead = static_cast<double>(constants.knots[knot]) - at;
-      if (ahead > 1e-9) least = std::min(least, (row_[knot] - now) / std::max(ahead, 1e-9));
-    }
-    return std::min(least, last_slope(row_)) / static_cast<double>(num_ranks_);
+    return least_slope(per_rank(nodes), row_) / static_cast<double>(num_ranks_);
   }
 
   double tokens_, rate_, node_ms_;

@@ -128,7 +128,7 @@ class Chains {
     for (size_t i = 0; i < states.size(); i++) states[i]->read(texts[i].tokens, texts[i].count, record_);
     if (states.empty()) return {};
     double count = static_cast<double>(states.size());
-    double floor = floor_of(count), first_trust = record_.acceptance.trust();
+    double floor = count / time_at(count, times) * least_slope(count, times), first_trust = record_.acceptance.trust();
     std::vector<std::pair<double, size_t>> ranked;
     for (size_t i = 0; i < states.size(); i++)
       for (double gain : states[i]->draft(depths[i], num_nodes_, floor, first_trust)) ranked.push_back({gain, i});
@@ -148,16 +148,6 @@ class Chains {
   }
 
  private:
-  // The probability below which no token pays in a step of so many sequences: t(n) is linear between the knots.
-  double floor_of(double count) const {
-    double now = time_at(count, times), least = last_slope(times);
-    for (size_t knot = 0; knot < times.size(); knot++) {
-      double ahead = static_cast<double>(constants.knots[knot]) - count;
-      if (ahead > 0.0) least = std::min(least, (times[knot] - now) / ahead);
-    }
-    return count / now * least;
-  }
-
   int64_t num_nodes_;
   ChainRecord record_;
 };

@@ -390,6 +390,18 @@ def test_a_mutant_that_counts_other_steps_is_noticed(mutant: str, monkeypatch: p
         test_steps_with_prompts_or_after_a_pause_do_not_count(monkeypatch)
 
 
+def test_a_server_that_always_computes_some_prompt_has_drafts() -> None:
+    """No step is measured after two of them, in the middle of the trials."""
+    batch = Batch(Proposer(config(token_cost="measured")))
+    for number in range(4):
+        batch.add(f"r{number}", [number, *range(10, 22), number, 10, 11])
+    for _ in range(4):
+        batch.step()
+    batch.add("long", [7, 8, 9], pieces=10_000)
+    lengths = [sum(map(len, batch.step().values())) for _ in range(60)]
+    assert 0 in lengths[:40] and min(lengths[40:]) > 0, lengths
+
+
 def test_ranks_that_schedule_alone_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, lambda tokens: 0.01 * tokens)
     vllm_config = config(token_cost="measured")

@@ -17,7 +17,7 @@ import numpy as np
 
 from lpr.config import TreeSizes
 from lpr.core import constants
-from lpr.core.step_times import last_slope, times_at
+from lpr.core.step_times import least_slopes, times_at
 from lpr.core.tree import Source, TokenTree
 
 
@@ -283,12 +283,7 @@ class AdaptiveBudget:
         """
         nodes = np.arange(count * self._limit + 1)
         per_rank = (count * (1 + held) + nodes) / self.num_ranks + pending
-        times = times_at(per_rank, row)
-        # t(n) is linear between knots, so nodes are cheapest on average up to a knot, or far beyond the last.
-        ahead = np.array(constants.KNOTS) - per_rank[:, None]
-        slopes = np.where(ahead > 1e-9, (row - times[:, None]) / np.maximum(ahead, 1e-9), np.inf)
-        cheapest = np.minimum(slopes.min(1), last_slope(row)) / self.num_ranks
-        return times.tolist(), cheapest.tolist()
+        return times_at(per_rank, row).tolist(), (least_slopes(per_rank, row) / self.num_ranks).tolist()
 
     def _weigh_window(self, tokens: np.ndarray, count: int, pending: int) -> None:
         """Compare the step with and without a window; switch at the end of a segment.

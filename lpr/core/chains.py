@@ -20,7 +20,7 @@ from lpr.core import constants
 from lpr.core.budget import AcceptanceHistory, Price
 from lpr.core.calibration import Calibration
 from lpr.core.drafting import Drafter
-from lpr.core.step_times import last_slope, times_at
+from lpr.core.step_times import least_slopes, times_at
 from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
 
@@ -179,11 +179,6 @@ class Chains:
         return [state.keep(count) for state, count in zip(states, counts, strict=True)]
 
     def _floor(self, count: int) -> float:
-        """The probability below which no token pays in a step of `count` sequences: t(n) is linear between knots."""
-        now = float(times_at(np.array([count]), self.times)[0])
-        slopes = [
-            (time - now) / (knot - count)
-            for knot, time in zip(constants.KNOTS, self.times, strict=True)
-            if knot > count
-        ]
-        return count / now * min([*slopes, float(last_slope(self.times))])
+        """The probability below which no token pays in a step of `count` sequences."""
+        counts, row = np.array([float(count)]), np.array(self.times)
+        return count / float(times_at(counts, row)[0]) * float(least_slopes(counts, row)[0])

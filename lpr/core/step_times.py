@@ -223,6 +223,16 @@ def times_at(counts: np.ndarray, row: Sequence[float] | np.ndarray) -> np.ndarra
     return np.interp(counts, KNOTS, row) + np.maximum(counts - KNOTS[-1], 0) * last_slope(row)
 
 
+def least_slopes(counts: np.ndarray, row: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The least that further tokens cost on average after each of `counts`, however many they are.
+
+    t(n) is linear between knots, so tokens are cheapest on average up to a knot, or far beyond the last.
+    """
+    ahead = np.array(KNOTS) - counts[:, None]
+    slopes = np.where(ahead > 1e-9, (row - times_at(counts, row)[:, None]) / np.maximum(ahead, 1e-9), np.inf)
+    return np.minimum(slopes.min(1), last_slope(row))
+
+
 def last_slope(row: Sequence[float] | np.ndarray) -> float:
     """Milliseconds per token beyond the last of `KNOTS`."""
     return (row[-1] - row[-2]) / (KNOTS[-1] - KNOTS[-2])

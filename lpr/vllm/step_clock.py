@@ -26,6 +26,8 @@ NONE, FEW = 1e6, 0.3
 """What a token costs where there are to be no drafts, or few, as a part of a step of one token."""
 TRIALS = (None, FEW, None, NONE) * 4
 """What a token costs in the first measured steps of a batch size; None: as much as is known."""
+MOST_SHORTENED = 2 * len(TRIALS)
+"""Drafts that are shortened for trials at most: where each step computes some prompt, none of them is measured."""
 REFRESH = 16
 """Later steps after which the times in use are renewed: that takes longer than a draft."""
 PLAIN_MEMORY = 0.1
@@ -50,6 +52,7 @@ class BatchSize:
     """What is known of the steps of a batch size, rounded up to a power of two."""
 
     trials: list[Step] = field(default_factory=list)
+    num_shortened: int = 0
     plain_log: float = 0.0
     """Logarithm of the part that a step without drafts takes of one with as many tokens."""
 
@@ -78,10 +81,12 @@ class StepClock:
 
     def to_draft(self, num_sequences: int) -> tuple[list[float], float]:
         """The row and the plain part by which the next step is drafted: what is known, or those of a trial."""
-        number = len(self._size(num_sequences).trials)
-        cost = TRIALS[number] if number < len(TRIALS) else None
-        if cost is None or not self._is_measured:
+        size = self._size(num_sequences)
+        number = len(size.trials)
+        cost = TRIALS[number] if number < len(TRIALS) and size.num_shortened < MOST_SHORTENED else None
+        if cost is None:
             return self.row(num_sequences), self.plain_part(num_sequences)
+        size.num_shortened += 1
         return _line_of(cost), 1.0
 
     def token_cost(self, num_sequences: int) -> float:
