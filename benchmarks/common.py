@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
-import io
 import json
 import platform
 import subprocess
@@ -37,6 +36,7 @@ from rich.table import Table as RichTable
 
 from benchmarks.report.parts import Table, failures
 from benchmarks.report.sections import parts_of
+from lpr.cli.flags import read_flags
 from lpr.config import InputError
 
 RESULTS = Path(__file__).parent / "results"
@@ -117,17 +117,7 @@ class ManyDataOptions(ModelOptions):
 
 def read_options(name: str, kind: type[T], arguments: Sequence[str] | None = None) -> T:
     """The options of the command line; raises InputError with one line for bad input, SystemExit(0) for `--help`."""
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, prog=f"benchmarks.{name}", args=arguments)
-    except SystemExit as leaving:
-        if not leaving.code:
-            raise
-        # The first line is a title; horizontal rules separate the message from hints.
-        lines = [line.strip(" │╰╯") for line in complaint.getvalue().splitlines()[1:]]
-        parts = " ".join("\n" if set(line) <= set("-─") else line for line in lines).split("\n")
-        raise InputError(next((part.strip() for part in parts if part.strip()), "bad arguments")) from None
+    return read_flags(kind, f"benchmarks.{name}", arguments)
 
 
 def run_main(

@@ -1,4 +1,4 @@
-"""`--config FILE.toml`: values for a command's flags, by the flags' names with underscores; and flags of lpr's types.
+"""`--config FILE.toml`: values for a command's flags, by the flags' names with underscores.
 
 Imports no torch, so that the service's front can use it.
 """
@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
-import tyro
 
 from lpr.config import InputError
-from lpr.core.step_times import StepTimes
 
 T = TypeVar("T")
 
@@ -86,25 +84,3 @@ def _with_mesh(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     if twice := sorted(set(mesh) & set(others)):
         raise InputError(f"--config {path}: {twice[0]} is given twice, in mesh and by itself")
     return {**others, **mesh}
-
-
-flag_types = tyro.constructors.ConstructorRegistry()
-"""A context manager around `tyro.cli`, in which flags of lpr's own types are read."""
-
-
-@flag_types.primitive_rule
-def _step_times_are_files(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-    """--costs names a file: rank 0 alone reads it, after the arguments are parsed."""
-    if info.type is not StepTimes:
-        return None
-
-    def from_words(words: list[str]) -> StepTimes:
-        raise ValueError("give the path of a JSON file")
-
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="FILE",
-        instance_from_str=from_words,
-        is_instance=lambda value: isinstance(value, StepTimes),
-        str_from_instance=lambda value: ["FILE"],
-    )

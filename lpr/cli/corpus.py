@@ -22,6 +22,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lpr.cli.flags import read_flags
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.trie_file import check_writable, fingerprint_of, num_documents, read_trie, trie_path, write_trie
 from lpr.model.loader import bundled_model, load_tokenizer
@@ -76,15 +77,15 @@ class Counts:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 2 (bad input) or 130 (interrupted)."""
     try:
-        return run(tyro.cli(Args, prog="lpr.corpus", args=argv))
+        return run(read_flags(Args, "lpr.corpus", argv))
     except InputError as failure:
         print(f"lpr.corpus: error: {failure}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("lpr.corpus: interrupted; nothing was written", file=sys.stderr)
         return 130
-    except SystemExit as leaving:  # the argument parser has said why
-        return int(leaving.code or 0)
+    except SystemExit:  # after --help
+        return 0
 
 
 def run(args: Args) -> int:

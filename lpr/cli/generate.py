@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from lpr.cli.config_file import defaults, flag_types
+from lpr.cli.config_file import defaults
+from lpr.cli.flags import read_flags
 from lpr.cli.jobs import DEMO_PROMPT, DEMO_SAMPLING, FileJob, Keeping, ShowJob, check_trie
 from lpr.cli.jsonl import OrderedWriter, read_prompts
 from lpr.cli.trace import check_trace
@@ -96,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if world.rank == 0:
             print("lpr.generate: interrupted; what was finished is written", file=sys.stderr)
         return 130
-    except SystemExit as leaving:  # the argument parser has said why
-        return int(leaving.code or 0)
+    except SystemExit:  # after --help
+        return 0
 
 
 def parse(argv: Sequence[str], quiet: bool = False) -> Args:
@@ -123,9 +124,7 @@ def parse(argv: Sequence[str], quiet: bool = False) -> Args:
 
 
 def _parse(argv: Sequence[str], quiet: bool, base: Mapping[str, Mapping[str, Any]] | None = None) -> Args:
-    found = defaults(argv, Args, _GROUPS, base)
-    with flag_types:
-        return tyro.cli(Args, prog="lpr.generate", args=list(argv), default=found, console_outputs=not quiet)
+    return read_flags(Args, "lpr.generate", argv, defaults(argv, Args, _GROUPS, base), quiet)
 
 
 def supervise(args: Args, argv: Sequence[str], world: World) -> int:

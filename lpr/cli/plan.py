@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lpr.cli import plan_service
 from lpr.cli.display import table
+from lpr.cli.flags import read_flags
 from lpr.cli.plan_service import ServiceArgs
 from lpr.config import DecodeConfig, InputError, SamplingParams
 from lpr.model.graphs import MOST_COMMON
@@ -118,7 +119,7 @@ class Plan:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 (nothing fits) or 2 (bad input)."""
     try:
-        args = tyro.cli(Args, prog="lpr.plan", args=list(sys.argv[1:] if argv is None else argv))
+        args = read_flags(Args, "lpr.plan", argv)
         if args.list:
             print("models:", *preset_names())
             print("gpus:", *GPUS)
@@ -134,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as failure:
         print(f"lpr.plan: error: {failure}", file=sys.stderr)
         return 2
-    except SystemExit as leaving:  # the argument parser has said why
-        return int(leaving.code or 0)
+    except SystemExit:  # after --help
+        return 0
     if args.json:
         print(json.dumps(as_json(plan)))
     else:

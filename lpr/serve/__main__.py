@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except SystemExit as leaving:  # the argument parser has said why
-        return int(leaving.code or 0)
+    except SystemExit:  # after --help
+        return 0
 
 
 if __name__ == "__main__":

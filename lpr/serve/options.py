@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lpr.cli.config_file import defaults, flag_types
+from lpr.cli.config_file import defaults
+from lpr.cli.flags import read_flags
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.options import EngineOptions
 from lpr.fleet import options as fleet
@@ -136,9 +137,7 @@ class ServeArgs:
 def parse(argv: Sequence[str], quiet: bool = False) -> ServeArgs:
     """Arguments from `argv` over those of its `--config` file; raises InputError or SystemExit."""
     groups = {"fleet": FleetOptions, "engine": EngineOptions, "decode": DecodeConfig}  # their fields are flags, too
-    default = defaults(argv, ServeArgs, groups)
-    with flag_types:
-        args = tyro.cli(ServeArgs, prog="lpr.serve", args=list(argv), default=default, console_outputs=not quiet)
+    args = read_flags(ServeArgs, "lpr.serve", argv, defaults(argv, ServeArgs, groups), quiet)
     key = args.api_key if args.api_key is not None else os.environ.get("LPR_API_KEY")
     args = replace(args, api_key=key, fleet=fleet.complete(args.fleet))
     check(args)

@@ -1,0 +1,63 @@
+"""Flags of the command line as a dataclass, by `tyro`. Imports no torch, so that the service's front can use it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+from lpr.config import InputError
+from lpr.core.step_times import StepTimes
+
+T = TypeVar("T")
+
+_types = tyro.constructors.ConstructorRegistry()
+"""A context manager around `tyro.cli`, in which flags of lpr's own types are read."""
+
+
+def read_flags(
+    kind: type[T], program: str, argv: Sequence[str] | None = None, default: T | None = None, quiet: bool = False
+) -> T:
+    """An instance of the dataclass `kind` by the flags in `argv` (None: those of this process).
+
+    Raises InputError with one line for flags that it cannot read or has not got, and SystemExit(0) after `--help`. A
+    `quiet` process prints no help.
+    """
+    complaint = io.StringIO()
+    arguments = None if argv is None else list(argv)
+    more: Any = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(complaint), _types:
+            return tyro.cli(kind, prog=program, args=arguments, console_outputs=not quiet, **more)
+    except SystemExit as leaving:
+        if not leaving.code:
+            raise
+        raise InputError(_first_paragraph(complaint.getvalue()) or "bad arguments; see --help") from None
+
+
+def _first_paragraph(panel: str) -> str:
+    """The first paragraph in tyro's panel, which has a title, and hints after empty lines and rules."""
+    lines = [line.strip(" │╰╯") for line in panel.splitlines()[1:]]
+    parts = " ".join("\n" if set(line) <= set("-─") else line for line in lines).split("\n")
+    return next((part.strip() for part in parts if part.strip()), "")
+
+
+@_types.primitive_rule
+def _step_times_are_files(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+    """--costs names a file: rank 0 alone reads it, after the arguments are parsed."""
+    if info.type is not StepTimes:
+        return None
+
+    def from_words(words: list[str]) -> StepTimes:
+        raise ValueError("give the path of a JSON file")
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="FILE",
+        instance_from_str=from_words,
+        is_instance=lambda value: isinstance(value, StepTimes),
+        str_from_instance=lambda value: ["FILE"],
+    )
