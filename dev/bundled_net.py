@@ -1,6 +1,7 @@
 """The bundled model's network: its losses, repeating text to train against, and its export."""
 
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -62,6 +63,20 @@ def has_bf16(device):
     return device.type == "cuda" or torch.cpu.get_capabilities().get("avx512_bf16", False)
 
 
+def newton_schulz(gradient, coefficients, steps, eps):
+    """Return the nearest orthogonal matrix to a gradient, as torch's Muon computes it in bf16 (Jordan et al. 2024).
+
+    In the gradient's own type: where a CPU emulates bf16, a 704 x 256 matrix took 0.30 s and takes 0.011.
+    """
+    first, second, third = coefficients
+    wide = gradient.T if len(gradient) > gradient.shape[1] else gradient
+    near = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = near @ near.T
+        near = torch.addmm(near, torch.addmm(gram, gram, gram, beta=second, alpha=third), near, beta=first)
+    return near.T if len(gradient) > gradient.shape[1] else near
+
+
 def token_logits(model, ids):
     """Return the logits (batch, length, vocabulary) of ids[:, 1:], computed in bf16 where the device has it.
 
@@ -103,16 +118,33 @@ def token_logits(model, ids):
     return nn_f.linear(norm(h, model.model.norm), embedding).float()
 
 
-def batch_loss(model, ids, weight, scale):
+def batch_loss(model, ids, weight, scale, teacher=None):
     """Return the summed training loss, and the summed likelihood loss of all positions of positive weight.
 
     Positive weights multiply the negative log-likelihood, negative ones the unlikelihood -log(1 - p) (Welleck et al.
-    2019); zero leaves a position out. weight[:, i] belongs to the prediction of ids[:, i + 1].
+    2019) or, with a `teacher`, the cross-entropy with what it would write there instead. Zero leaves a position out.
+    weight[:, i] belongs to the prediction of ids[:, i + 1].
     """
-    nll = token_losses(model, ids)
-    unlikely = -torch.log((1 - torch.exp(-nll)).clamp_min(1e-4))
-    loss = torch.where(weight >= 0, nll * weight, -weight * unlikely)
+    likely = nn_f.log_softmax(token_logits(model, ids), -1)
+    nll = -likely.gather(-1, ids[:, 1:, None])[..., 0]
+    if teacher is None:
+        against = -torch.log((1 - torch.exp(-nll)).clamp_min(1e-4))
+    else:
+        instead = other_choices(teacher, ids)
+        against = -(instead * likely[..., : instead.shape[-1]]).sum(-1)
+    loss = torch.where(weight >= 0, nll * weight, -weight * against)
     return loss.sum() * scale, (nll.detach() * (weight > 0)).sum()
+
+
+@torch.no_grad()
+def other_choices(teacher, ids):
+    """Return the teacher's probabilities (batch, length, its vocabulary) at ids[:, 1:] if these are ruled out.
+
+    Unlikelihood only says what not to write. A model that had learned to leave its loops by beginning another file did
+    so more often the more it was to leave them; weights that never learned that know what else may follow.
+    """
+    known = ids.clamp_max(teacher.config.vocab_size - 1)  # weights of before the tokens for holes
+    return token_logits(teacher, known).scatter(-1, known[:, 1:, None], -math.inf).softmax(-1)
 
 
 def make_repetition(row, weight, rng, newlines):

@@ -11,8 +11,8 @@ from trained weights with their tokenizer, and against the loops that they write
 
     python dev/train_bundled.py data  --work ../train --tokenizer lpr/assets/bundled
     python dev/train_bundled.py stuck --work ../train --model lpr/assets/bundled
-    python dev/train_bundled.py train --work ../train --from lpr/assets/bundled --lr-matrix 0.004 --lr-other 0.002 \
-        --cool-down 0.95 --long-from 0 --repeat-from 0 --repeat-share 0.03 --stuck-share 0.12 --middle-weight 4
+    python dev/train_bundled.py train --work ../train --from lpr/assets/bundled --lr-matrix 0.003 --lr-other 0.001 \
+        --cool-down 0.95 --long-from 1 --stuck-share 0.3 --repeat-share 0 --repeat-from 0 --teacher FIRST_WEIGHTS
 
 Everything is seeded, but the number of optimizer steps follows the clock (``--minutes``), so two runs
 on different machines see different amounts of text. The model only needs torch, transformers and
@@ -31,7 +31,17 @@ import time
 import numpy as np
 import torch
 from bundled_measures import collect_stuck, evaluate
-from bundled_net import batch_loss, export, load_model, make_model, make_repetition, mix, token_losses
+from bundled_net import (
+    batch_loss,
+    export,
+    has_bf16,
+    load_model,
+    make_model,
+    make_repetition,
+    mix,
+    newton_schulz,
+    token_losses,
+)
 from bundled_text import FIM, collect
 from transformers import AutoTokenizer
 
@@ -131,6 +141,8 @@ def train(args):
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    if not has_bf16(torch.device(device)):
+        torch.optim._muon._zeropower_via_newtonschulz = newton_schulz
     optimizers = [
         torch.optim.Muon(matrices, lr=args.lr_matrix, weight_decay=0.02, momentum=0.95),
         torch.optim.AdamW(others, lr=args.lr_other, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
@@ -146,6 +158,7 @@ def train(args):
     loss_function = torch.compile(batch_loss, dynamic=False) if args.compile else batch_loss
     clock = Clock(args.minutes, args.deadline, state["counted"], args.count_all)
     batches = Batches(work, args, tokenizer)
+    teacher = load_model(args.teacher, 0, device).requires_grad_(False) if args.teacher else None
     last_export = last_log = time.time()
     while (progress := clock.progress()) < 1.0 and not (args.max_steps and state["step"] >= args.max_steps):
         began = time.time()
@@ -160,7 +173,7 @@ def train(args):
         scale = 1.0 / weight.abs().sum()
         for i in range(0, len(ids), micro):
             part = slice(i, i + micro)
-            loss, nll = loss_function(model, ids[part], weight[part], scale)
+            loss, nll = loss_function(model, ids[part], weight[part], scale, teacher)
             loss.backward()
             total += nll
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -268,6 +281,7 @@ def main():
     ):
         p.add_argument("--" + name, type=kind, default=value)
     p.add_argument("--from", dest="start", help="start from the weights in this folder")
+    p.add_argument("--teacher", help="weights that say what to write instead of a fault")
     p.add_argument("--deadline", help="HH:MM in UTC at which the training ends")
     p.add_argument("--out", default="lpr/assets/bundled")
     p.add_argument("--resume", action="store_true")

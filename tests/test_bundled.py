@@ -230,6 +230,18 @@ def test_a_wider_model_has_the_same_logits(tokenizer):
     assert float(nll) == pytest.approx(float(ours[0, 2:].sum()), rel=1e-3)
 
 
+@pytest.mark.parametrize("shape", [(24, 64), (64, 24)])
+def test_gradients_are_orthogonalised_as_by_torch(shape):
+    from bundled_net import newton_schulz
+
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    settings = (3.4445, -4.775, 2.0315), 5, 1e-7
+    theirs = torch.optim._muon._zeropower_via_newtonschulz(gradient, *settings)
+    ours = newton_schulz(gradient, *settings)
+    assert ours.dtype == torch.float32 and torch.allclose(ours, theirs.float(), atol=0.03)
+    assert float(torch.linalg.svdvals(ours).max()) < 1.3 and float(torch.linalg.svdvals(ours).min()) > 0.6
+
+
 def test_a_mixture_of_weights(tokenizer, tmp_path):
     """Equal parts are the mean; a part without rows for the tokens for holes takes the first one's."""
     from bundled_net import load_model, mix

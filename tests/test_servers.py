@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.report.parts import renew
 from benchmarks.report.servers import servers as tables_of
-from benchmarks.servers.__main__ import MARKS, agreement, main
+from benchmarks.servers.__main__ import MARKS, Comparison, agreement, main
 from benchmarks.servers.configurations import CONFIGURATIONS, Places, command_of
 from benchmarks.servers.process import Server, ServerEndedError, free_port, started
 from lpr import InputError, bundled_model
@@ -118,6 +118,25 @@ def test_prompts_are_asked_once_where_that_is_asked_for(model: Path, data: Path,
     with fake() as one:
         assert run(model, data, output, "--urls", f"lpr={one}", "--passes", "cold") == 0
     assert {run["pass"] for run in json.loads(output.read_text())["runs"]} == {"cold"}
+
+
+def test_servers_take_turns_within_a_load(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, asked, ask = tmp_path / "servers.json", [], Comparison._ask
+
+    def noted(self: Any, name: str, case: Any, prompts: Any) -> Any:
+        asked.append((name, len(prompts)))
+        return ask(self, name, case, prompts)
+
+    monkeypatch.setattr(Comparison, "_ask", noted)
+    with fake() as one, fake() as two:
+        urls = ["--urls", f"lpr-plain={one}", f"lpr={two}", "--portion", "2", "--passes", "cold"]
+        assert run(model, data, output, *urls, "--temperatures", "0", "--clients", "1") == 0
+    assert asked == [("lpr-plain", 2), ("lpr", 2), ("lpr", 1), ("lpr-plain", 1)]
+    runs = json.loads(output.read_text())["runs"]
+    assert [(each["tokens"], each["prompts"]) for each in runs] == [(24, 3), (24, 3)]
+    assert all(len(each["tokens_per_second_of_portions"]) == 2 for each in runs) and runs[1]["equal_texts"] == 3
 
 
 def test_a_server_that_fails_is_a_row_that_says_so(model: Path, data: Path, tmp_path: Path) -> None:
