@@ -73,6 +73,12 @@ def test_a_checkout_must_be_the_peers(tmp_path: Path) -> None:
         copy(pia.PEER, tmp_path, tmp_path / "others")
 
 
+def test_an_installation_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "peers.json"
+    assert main(["install", "--work", str(tmp_path), "--only", "lpr", "--output", str(output)]) == 0
+    assert capsys.readouterr().out == "" and not output.exists()
+
+
 def test_an_installation_counts_for_its_own_recipe_only(tmp_path: Path) -> None:
     mark = tmp_path / "lade" / "installed.json"
     mark.parent.mkdir()

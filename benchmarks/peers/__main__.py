@@ -227,23 +227,30 @@ def write(result: dict[str, Any], options: PeersOptions) -> None:
 
 
 def measure(options: PeersOptions, console: Console) -> dict[str, Any]:
-    """Run `install`, `run` or `time`."""
+    """Run `run` or `time`."""
     if options.work is None:
         raise InputError(f"{options.what} needs --work")
-    if options.what == "install":
-        sources = sources_of(options)
-        for peer in chosen(options):
-            install(peer, options.work, sources.get(peer.name))
-        return {"peers": [peer.name for peer in chosen(options)]}
     if missing := [peer.name for peer in chosen(options) if peer.repository and not installed(peer, options.work)]:
         raise InputError(f"not installed in {options.work}: {', '.join(missing)}; python -m benchmarks.peers install")
     return run(options, console) if options.what == "run" else time_all(options, console)
+
+
+def install_all(options: PeersOptions) -> None:
+    """Install the peers; raises InputError."""
+    if options.work is None:
+        raise InputError("install needs --work")
+    sources = sources_of(options)
+    for peer in chosen(options):
+        install(peer, options.work, sources.get(peer.name))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         options = read_options("peers", PeersOptions, arguments)
+        if options.what == "install":
+            install_all(options)
+            return 0
         if options.what == "table":
             renew(DOCS, (BEGIN, END), [peers_table(read_json(str(options.output)))])
             return 0
