@@ -230,6 +230,25 @@ def test_a_wider_model_has_the_same_logits(tokenizer):
     assert float(nll) == pytest.approx(float(ours[0, 2:].sum()), rel=1e-3)
 
 
+def test_a_teacher_says_what_to_write_instead():
+    """At a negative weight the loss is the cross-entropy with a narrower teacher's choice without the token."""
+    from bundled_net import batch_loss, load_model, other_choices
+
+    model, teacher = load_model(lpr.bundled_model(), 4112, "cpu"), load_model(lpr.bundled_model(), 0, "cpu")
+    ids = torch.tensor([[5, 900, 41, 7]])
+    instead = other_choices(teacher, ids)
+    assert torch.allclose(instead.sum(-1), torch.ones(1, 3)) and not instead.gather(-1, ids[:, 1:, None]).any()
+    with torch.no_grad():
+        plain = teacher(ids[:, :-1]).logits[0, 1]
+        plain[41] = -torch.inf
+        assert torch.allclose(instead[0, 1], plain.softmax(-1), atol=1e-3)
+        likely = model(ids[:, :-1]).logits[0, 1].log_softmax(-1)
+        loss, _ = batch_loss(model, ids, torch.tensor([[0.0, -2.0, 0.0]]), 1.0, teacher)
+        alone, _ = batch_loss(model, ids, torch.tensor([[0.0, -2.0, 0.0]]), 1.0)
+    assert float(loss) == pytest.approx(-2 * float((instead[0, 1] * likely[:4104]).sum()), rel=1e-2)
+    assert abs(float(loss - alone)) > 0.1
+
+
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24)])
 def test_gradients_are_orthogonalised_as_by_torch(shape):
     from bundled_net import newton_schulz

@@ -215,7 +215,7 @@ class Comparison:
                     "case": f"{self.dtype}, {case.data}, {case.temperature:g}, {case.clients} clients, {number}",
                 }  # fmt: skip
                 rows.append(row := row | asked[name].figures())
-                if "failed" not in row:
+                if asked[name].failed is None:
                     self._texts[name, row["case"]] = [answer.text for answer in asked[name].answers]
         for row in rows:
             other = self._texts.get((plain_of(row["name"]), row["case"]))
@@ -257,6 +257,7 @@ class Asked:
         """Nothing yet."""
         self.failed: Json | None = None
         self._portions: list[Portion] = []
+        self._speeds: list[float] = []
 
     @property
     def answers(self) -> list[Answer]:
@@ -272,13 +273,13 @@ class Asked:
         """The figures of all portions, or why one has failed."""
         if self.failed is not None:
             return self.failed
-        found = attempt(lambda: figures(self.answers, sum(portion.seconds for portion in self._portions)))
-        if len(self._portions) > 1 and "failed" not in found:
-            each = [figures(portion.answers, portion.seconds)["tokens_per_second"] for portion in self._portions]
-            found["tokens_per_second_of_portions"] = each
+        found = figures(self.answers, sum(portion.seconds for portion in self._portions))
+        if len(self._speeds) > 1:
+            found["tokens_per_second_of_portions"] = self._speeds
         return found | acceptance(self._portions[0].before, self._portions[-1].after)
 
     def _keep(self, portion: Portion) -> Json:
+        self._speeds.append(figures(portion.answers, portion.seconds)["tokens_per_second"])
         self._portions.append(portion)
         return {}
 
