@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from lpr.cli.plan import main
+from lpr.cli.plan_service import limits_of
+from lpr.config import DecodeConfig
 from lpr.core.step_times import KNOTS, StepTimes
 from lpr.engine.limits import Limits
 from lpr.engine.scheduler import Scheduler
 from lpr.planner.footprint import Mesh
 from lpr.planner.simulated.capacity import Effort, Kind, Search, simulate
-from lpr.planner.simulated.costs import Point, StepCosts, measured_points
+from lpr.planner.simulated.costs import Point, StepCosts, measured_points, most_tokens_ahead
 from lpr.planner.simulated.mesh import Arrivals, ClosedArrivals, PoissonArrivals, SimRequest, simulate_mesh
 from lpr.planner.simulated.workload import Demand, Lengths, Speed, Workload, read_workload
 
@@ -163,6 +165,30 @@ def test_tokens_of_a_step_have_the_mean_that_was_measured() -> None:
     fast = running(request(0.0, output=50), 3)
     fast.pace = 4.0
     assert {plain([fast], [])[1][0] for _ in range(100)} == {1}, "plain decoding brings one token a step"
+
+
+def test_no_step_brings_more_tokens_than_its_tree_has_nodes() -> None:
+    """Else its tokens need pages that the scheduler has not reserved."""
+    costs = StepCosts(TIMES, {(0.0, 8, 1): Point(6.0, 8.0), (0.0, 8, 2): Point(9.0, 5.0)}, random.Random(0))
+    for homes, pace, most, mean in (([0], 1.0, 8, 6.0), ([0, 1], 1.0, 10, 9.0), ([0], 2.0, 8, 8.0)):
+        asked = running(request(0.0, output=100_000), 3, homes)
+        asked.pace = pace
+        drawn = [costs([asked], [])[1][0] for _ in range(2000)]
+        assert max(drawn) == most and sum(drawn) / 2000 == pytest.approx(mean, rel=0.03)
+
+
+def test_the_largest_trees_have_room() -> None:
+    points = {(0.0, 1, 1): Point(2.0, 200.0), (0.0, 1, 2): Point(3.0, 150.0), (0.0, 1, 4): Point(4.0, 20.0)}
+    assert most_tokens_ahead(points, 5) == 3 * 150 and most_tokens_ahead({(0.0, 1, 1): Point(2.0, 9.5)}, 4) == 38
+    length, ahead = 1000, most_tokens_ahead(points, 5)
+    found = limits_of(5, 1, DecodeConfig(max_nodes=64, max_length=length, max_batch_size=1), points)
+    assert found.num_ahead == ahead and found.num_pages * found.page_size >= length + ahead
+    for output in range(240, 272):  # requests that end within any part of a page
+        wide = {(0.0, 1, 1): Point(190.0, 200.0)}
+        limits = limits_of(1, 1, DecodeConfig(max_nodes=64, max_length=length, max_batch_size=1), wide)
+        costs = StepCosts(TIMES, wide, random.Random(0))
+        (done,) = simulate_mesh(given(request(0.0, 100, output)), costs, Scheduler(limits))
+        assert done.num_tokens == output
 
 
 def test_points_between_measured_batches() -> None:

@@ -19,7 +19,7 @@ from lpr.planner.facts import DTYPE_SIZES, ModelFacts, measured_values
 from lpr.planner.footprint import Mesh, footprint, meshes
 from lpr.planner.prediction import Machine, Setting, read_measured
 from lpr.planner.simulated.capacity import Answer, Effort, Kind, Search
-from lpr.planner.simulated.costs import measured_points, predicted_points, predicted_times
+from lpr.planner.simulated.costs import Points, measured_points, most_tokens_ahead, predicted_points, predicted_times
 from lpr.planner.simulated.mesh import SimRequest
 from lpr.planner.simulated.workload import Demand, Workload, check, read_times, read_workload
 
@@ -91,7 +91,7 @@ def kinds_of(args: ServiceArgs, workload: Workload, model: Model | None) -> list
         decode, kinds = DecodeConfig(max_nodes=64), list[Kind]()
         for each, count in product(workload.step_times, slots):
             times, points = read_times(each, args.service.parent), measured_points(workload.tokens_per_step, count)
-            kinds.append(Kind(Mesh(each.lp, each.tp), limits_of(each.lp, count, decode), times, points))
+            kinds.append(Kind(Mesh(each.lp, each.tp), limits_of(each.lp, count, decode, points), times, points))
         return kinds
     assert model is not None
     shapes = [mesh for power in range(model.most_gpus.bit_length()) for mesh in meshes(1 << power)]
@@ -117,14 +117,14 @@ def _kinds_of_mesh(mesh: Mesh, slots: list[int], workload: Workload, model: Mode
             points = measured_points(workload.tokens_per_step, count)
         else:
             points = predicted_points(setting, mesh, times, list(map(float, workload.temperature)), count)
-        yield Kind(mesh, limits_of(mesh.lp, count, decode, row.pool_tokens(memory)), times, points)
+        yield Kind(mesh, limits_of(mesh.lp, count, decode, points, row.pool_tokens(memory)), times, points)
 
 
 def limits_of(
-    num_ranks: int, num_slots: int, decode: DecodeConfig, pool_tokens: int | None = None
+    num_ranks: int, num_slots: int, decode: DecodeConfig, points: Points, pool_tokens: int | None = None
 ) -> Limits[SimRequest]:
     """The scheduler's limits, as the engine sets them; without `pool_tokens` every slot has room for a full context."""
-    num_ahead = decode.max_nodes * num_ranks
+    num_ahead = max(decode.max_nodes * num_ranks, most_tokens_ahead(points, num_ranks))
     limits = Limits[SimRequest](
         num_slots, num_ranks, decode.prefill_chunk, decode.max_nodes, True, most_homes=num_ranks, num_ahead=num_ahead
     )

@@ -7,7 +7,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
 from lpr.planner.footprint import Mesh
@@ -92,7 +92,8 @@ class StepCosts:
                 work[rank].add(point.nodes, lacking, len(request.tokens), point.host_ms)  # others do not draft for it
             request.num_nodes += round(point.nodes) * len(request.homes)
             gather = max(gather, point.gather_ms)
-            emitted.append(self._draw(mean_tokens(request, point.tokens_per_step)))
+            most = most_tokens(point, len(request.homes))
+            emitted.append(self._draw(mean_tokens(request, point.tokens_per_step), most))
         for request, counts in filling:
             for rank, count in enumerate(counts):
                 if count:
@@ -105,9 +106,36 @@ class StepCosts:
             return drafted + work.prompt * self._prompt_ms + work.host
         return self._times.time(work.nodes + work.prompt, work.num_rows, work.longest) + work.host
 
-    def _draw(self, mean: float) -> int:
-        """Tokens of one step: each further one is accepted with the same probability."""
-        return 1 if mean <= 1.0 else 1 + int(math.log(1.0 - self._dice.random()) / math.log(1.0 - 1.0 / mean))
+    def _draw(self, mean: float, most: int) -> int:
+        """Tokens of one step: each further one is accepted with the same probability, up to the `most` of a tree."""
+        if mean <= 1.0 or mean >= most:
+            return 1 if mean <= 1.0 else most
+        return min(most, 1 + int(math.log(1.0 - self._dice.random()) / math.log(acceptance(mean, most))))
+
+
+def most_tokens(point: Point, width: int) -> int:
+    """Most tokens that a step brings a request on `width` ranks: a path of all nodes that they evaluate."""
+    return math.ceil(point.nodes * width)
+
+
+def most_tokens_ahead(points: Points, num_ranks: int) -> int:
+    """The `most_tokens` of any request on up to so many ranks."""
+    bounds = [*sorted({width for _, _, width in points})[1:], num_ranks + 1]
+    return max(most_tokens(point, next(each for each in bounds if each > width) - 1)
+               for (_, _, width), point in points.items())  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def acceptance(mean: float, most: int) -> float:
+    """The probability `a` of each further token with which `most` tokens at most have this mean.
+
+    That is, 1 + a + ... + a^(most - 1) is `mean`, which must be below `most`.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        a = (low + high) / 2
+        low, high = (low, a) if (1.0 - a**most) / (1.0 - a) > mean else (a, high)
+    return low
 
 
 def mean_tokens(request: SimRequest, tokens_per_step: float) -> float:
