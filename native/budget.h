@@ -85,49 +85,84 @@ class Price {
  public:
   double floor;
 
-  Price(std::shared_ptr<ExpectedTokens> expected, double trust)
-      : floor(expected->price() / trust), expected_(std::move(expected)), trust_(trust) {}
+  explicit Price(std::shared_ptr<ExpectedTokens> expected) : floor(expected->price()), expected_(std::move(expected)) {}
 
   // One that does not rise.
-  explicit Price(double floor) : floor(floor), trust_(1.0) {}
+  explicit Price(double floor) : floor(floor) {}
 
   void take(double probability) {
     if (!expected_) return;
     least_ = std::min(least_, probability);
-    expected_->add(std::min(1.0, trust_ * least_));
-    floor = expected_->price() / trust_;
+    expected_->add(least_);
+    floor = expected_->price();
   }
 
  private:
   std::shared_ptr<ExpectedTokens> expected_;
-  double trust_, least_ = kInfinity;
+  double least_ = kInfinity;
 };
 
 struct DraftRequest {
   int64_t nodes;
   std::optional<Price> price;
   int64_t window;  // columns
+  std::optional<Numbers> trusts;  // by band of depths, factors of path probabilities
 };
 
 struct Draft {
   std::shared_ptr<TokenTree> tree;
   std::vector<double> probabilities;
   int64_t num_window;
+  std::optional<Numbers> trusts;
 };
 
-struct AcceptanceHistory {
-  double expected = 0.0, accepted = 0.0, offered = 0.0;
-  int64_t quiet = 0, pause = 0;
+// How many promised nodes were accepted.
+struct Promises {
+  double expected = 0.0, accepted = 0.0;
 
   double trust(double first = 1.0) const {
     return (first * constants.trusted_nodes + accepted) / (constants.trusted_nodes + expected);
   }
 
-  void record_step(double promised, int64_t num_accepted, double memory) {
-    double weight = promised != 0.0 ? std::min(1.0, constants.most_promised / promised) : 0.0;
-    if (promised == 0.0) memory = constants.plain_memory;
-    expected = memory * expected + weight * promised;
+  void record_step(double offered, int64_t num_accepted, double memory, double idle) {
+    double weight = offered != 0.0 ? std::min(1.0, constants.most_promised / offered) : 0.0;
+    if (offered == 0.0) memory = idle;
+    expected = memory * expected + weight * offered;
     accepted = memory * accepted + weight * static_cast<double>(num_accepted);
+  }
+};
+
+// The band of a depth from 1.
+inline int band_of(int depth) {
+  int band = -1;
+  while (depth) {
+    band++;
+    depth >>= 1;
+  }
+  return std::min(band, constants.num_bands - 1);
+}
+
+// How far a sequence's drafts kept what they promised, by band of depths.
+struct AcceptanceHistory {
+  std::vector<Promises> by_band = std::vector<Promises>(constants.num_bands);
+  Numbers offered = Numbers(constants.num_bands, 0.0);
+  int64_t quiet = 0, pause = 0;
+
+  Numbers trusts(const Numbers& first) const {
+    Numbers found;
+    double last = kInfinity;
+    for (size_t band = 0; band < by_band.size(); band++)
+      found.push_back(last = std::min(last, by_band[band].trust(first[band])));
+    return found;
+  }
+
+  void record_step(const Numbers& promised, const std::vector<int64_t>& kept, double memory, double idle) {
+    for (size_t band = 0; band < by_band.size(); band++)
+      by_band[band].record_step(promised[band], kept[band], memory, idle);
+  }
+
+  bool has_offered() const {
+    return std::any_of(offered.begin(), offered.end(), [](double each) { return each != 0.0; });
   }
 
   void count(bool drafted, bool is_far) {
@@ -163,7 +198,7 @@ class FixedBudget : public Budget {
  public:
   explicit FixedBudget(std::vector<TreeLimits> by_homes) : by_homes_(std::move(by_homes)), now_(by_homes_.back()) {}
   void begin(int64_t, int64_t, int64_t num_homes) override { now_ = by_homes_.at(num_homes - 1); }
-  DraftRequest request(const AcceptanceHistory&) override { return {now_.num_drafted, std::nullopt, now_.columns}; }
+  DraftRequest request(const AcceptanceHistory&) override { return {now_.num_drafted, std::nullopt, now_.columns, std::nullopt}; }
   void cut(std::vector<Draft*>&, std::vector<AcceptanceHistory*>&) override {}
   void observe(const std::vector<const TokenTree*>&, const std::vector<const Tokens*>&,
                std::vector<AcceptanceHistory*>&) override {}
@@ -198,11 +233,12 @@ class AdaptiveBudget : public Budget {
   }
 
   DraftRequest request(const AcceptanceHistory& history) override {
-    if (history.pause) return {0, std::nullopt, 0};
+    if (history.pause) return {0, std::nullopt, 0, std::nullopt};
     int64_t held = window ? window_nodes_ : 0;
     if (!expected_)
       expected_ = std::make_shared<ExpectedTokens>(count_, other_tokens, pending_, held, limit_, num_ranks, times);
-    return {limit_ - held, Price(expected_, history.trust(all_.trust())), window ? columns_ : 0};
+    Numbers first = all_.trusts(Numbers(constants.num_bands, 1.0));
+    return {limit_ - held, Price(expected_), window ? columns_ : 0, history.trusts(first)};
   }
 
   void cut(std::vector<Draft*>& drafts, std::vector<AcceptanceHistory*>& histories) override {
@@ -210,17 +246,16 @@ class AdaptiveBudget : public Budget {
     for (Draft* draft : drafts) any |= draft->tree->size() > 1;
     if (!any) {
       for (AcceptanceHistory* history : histories) {  // plain decoding stays as cheap as it is without a budget
-        history->offered = 0.0;
+        history->offered.assign(constants.num_bands, 0.0);
         history->count(false, true);
       }
       return;
     }
-    double first = all_.trust();
     std::vector<std::vector<double>> falling;
     std::vector<double> gains;
     int64_t held = 0;
     for (size_t i = 0; i < drafts.size(); i++) {
-      falling.push_back(promised(*drafts[i], histories[i]->trust(first)));
+      falling.push_back(promised(*drafts[i]));
       gains.insert(gains.end(), falling.back().begin(), falling.back().end());
       held += drafts[i]->num_window;
     }
@@ -255,19 +290,23 @@ class AdaptiveBudget : public Budget {
     int64_t by_window = 0, by_pool = 0;
     bool offered = false;
     for (size_t i = 0; i < trees.size(); i++) {
-      int64_t accepted = 0;
+      std::vector<int64_t> accepted(constants.num_bands, 0);
       for (size_t step = 1; step < paths[i]->size(); step++) {
-        uint8_t source = trees[i]->sources[(*paths[i])[step]];
-        accepted += source != kWindow;
+        int node = (*paths[i])[step];
+        uint8_t source = trees[i]->sources[node];
+        accepted[band_of(trees[i]->depths[node])] += source != kWindow;
         by_window += source == kWindow;
         by_pool += source == kPool;
       }
-      histories[i]->record_step(histories[i]->offered, accepted, constants.trust_memory);
-      if (histories[i]->offered == 0.0) continue;
+      histories[i]->record_step(histories[i]->offered, accepted, constants.trust_memory, constants.plain_memory);
+      if (!histories[i]->has_offered()) continue;
       offered = true;
-      all_.record_step(histories[i]->offered, accepted, constants.long_memory);
+      all_.record_step(histories[i]->offered, accepted, constants.long_memory, constants.long_memory);
     }
-    if (!offered) all_.record_step(0.0, 0, constants.long_memory);
+    if (!offered) {
+      Numbers none(constants.num_bands, 0.0);
+      all_.record_step(none, std::vector<int64_t>(constants.num_bands, 0), constants.plain_memory, constants.plain_memory);
+    }
     if (trees.empty() || !by_homes_.back().num_window_nodes) return;
     double news[2] = {first_yield_[0], first_yield_[1]}, weight = constants.window_return;
     if (window) {
@@ -288,13 +327,13 @@ class AdaptiveBudget : public Budget {
     columns_ = limits.columns;
   }
 
-  // Path probabilities after the window, none higher than one drafted before it, as far as they are trusted.
-  static std::vector<double> promised(const Draft& draft, double trust) {
+  // Path probabilities after the window, none higher than one drafted before it.
+  static std::vector<double> promised(const Draft& draft) {
     std::vector<double> falling(draft.probabilities.begin() + draft.num_window, draft.probabilities.end());
     double least = kInfinity;
     for (double& each : falling) {
       least = std::min(least, each);
-      each = std::min(1.0, trust * least);
+      each = least;
     }
     return falling;
   }
@@ -304,8 +343,11 @@ class AdaptiveBudget : public Budget {
     int64_t kept = 0;
     for (double each : falling) kept += each >= threshold;
     draft.tree->truncate(static_cast<int>(draft.num_window + kept));
-    history.offered = 0.0;
-    for (int64_t i = 0; i < kept; i++) history.offered += draft.probabilities[draft.num_window + i];
+    history.offered.assign(constants.num_bands, 0.0);
+    for (int64_t node = draft.num_window; node < draft.num_window + kept; node++) {
+      int band = band_of(draft.tree->depths[node]);
+      history.offered[band] += draft.probabilities[node] / (draft.trusts ? (*draft.trusts)[band] : 1.0);
+    }
     history.count(draft.tree->size() > 1, falling.empty() || falling[0] < near_price);
   }
 

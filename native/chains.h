@@ -10,7 +10,7 @@ namespace lpr {
 // What the sequences of a server have shown together: a new one starts from it.
 struct ChainRecord {
   Calibration calibration;
-  AcceptanceHistory acceptance;
+  Promises acceptance;
 };
 
 class ChainState {
@@ -93,12 +93,12 @@ class ChainState {
     size_t num_verified = accepted == num_news ? accepted : chain_.size();
     double offered = 0.0;
     for (size_t i = 0; i < num_verified; i++) offered += probabilities_[i];
-    acceptance_.record_step(offered, static_cast<int64_t>(accepted), constants.trust_memory);
-    record.acceptance.record_step(offered, static_cast<int64_t>(accepted), constants.long_memory);
+    acceptance_.record_step(offered, static_cast<int64_t>(accepted), constants.trust_memory, constants.plain_memory);
+    record.acceptance.record_step(offered, static_cast<int64_t>(accepted), constants.long_memory, constants.plain_memory);
   }
 
   Drafter drafter_;
-  AcceptanceHistory acceptance_;
+  Promises acceptance_;
   bool is_readable_ = true;
   std::optional<TokenTree> tree_;
   Tokens chain_;

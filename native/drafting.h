@@ -68,8 +68,10 @@ class Drafter {
     if (tail_.size() > longest) tail_.erase(tail_.begin(), tail_.end() - longest);
   }
 
-  // Add up to `budget` nodes to the tree, best first; returns each node's calibrated path probability.
-  std::vector<double> draft(TokenTree& tree, int64_t budget, std::optional<int64_t> max_depth, Price* price);
+  // Add up to `budget` nodes to the tree, best first; returns each node's calibrated path probability, which counts
+  // `trusts` times by band of depths.
+  std::vector<double> draft(TokenTree& tree, int64_t budget, std::optional<int64_t> max_depth, Price* price,
+                            const Numbers* trusts = nullptr);
 
   void learn(const TokenTree& tree, const Tokens& path, bool is_open = false) {
     calibration.observe(tree, path, cells_, is_open);

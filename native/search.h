@@ -9,8 +9,10 @@ namespace lpr {
 // The heap of one draft.
 class Search {
  public:
-  void run(Drafter& drafter, TokenTree& tree, int limit, int64_t deepest, Price* price, std::vector<double>& found) {
+  void run(Drafter& drafter, TokenTree& tree, int limit, int64_t deepest, Price* price, const Numbers* trusts,
+           std::vector<double>& found) {
     drafter_ = &drafter;
+    trusts_ = trusts;
     tree_ = &tree;
     frequencies_ = drafter.calibration.frequencies.data();
     heap_.clear();
@@ -38,7 +40,8 @@ class Search {
       int32_t token = payload.token;
       if (payload.kind == kRecentToken) {
         token = drafter.recent_[recent_trial(tree.depths[node], payload.order)->rank];
-        try_recent(node, payload.kept, payload.left - next.rank, payload.order + 1, payload.tried);
+        double untrusted = next.rank / step_of_trust(tree.depths[node] + 1);
+        try_recent(node, payload.kept, payload.left - untrusted, payload.order + 1, payload.tried);
       } else if (payload.places.count) {
         source = places_[payload.places.begin].source;
       }
@@ -230,14 +233,22 @@ class Search {
       known += frequencies_[cell];
     }
     double scale = known <= constants.most_known ? probability : probability * constants.most_known / known;
+    double trusted = scale * step_of_trust(depth + 1);
     for (size_t i = 0; i < rows_.size(); i++) {
       Payload child{kChild, node, rows_[i].token, row_cells_[i], rows_[i].places, offset + 1, kNothing, 0.0, 0.0};
-      push(scale * frequencies_[row_cells_[i]], child);
+      push(std::min(probability, trusted * frequencies_[row_cells_[i]]), child);
     }
     Span tokens{static_cast<uint32_t>(tried_tokens_.size()), static_cast<uint32_t>(row_tokens_.size())};
     tried_tokens_.insert(tried_tokens_.end(), row_tokens_.begin(), row_tokens_.end());
     tried_.push_back({tokens, tried});
     ask_later(node, probability - scale * known, order, static_cast<int>(tried_.size()) - 1);
+  }
+
+  // The trust of this depth by that of the one above: 1 but where a band of depths begins.
+  double step_of_trust(int depth) const {
+    if (!trusts_ || depth & (depth - 1)) return 1.0;
+    int band = band_of(depth);
+    return (*trusts_)[band] / (band ? (*trusts_)[band - 1] : 1.0);
   }
 
   void ask_later(int node, double kept, int order, int tried) {
@@ -250,7 +261,7 @@ class Search {
     const Trial* trial = recent_trial(depth, index);
     while (trial && was_tried(tried, recent[trial->rank])) trial = recent_trial(depth, ++index);
     if (!trial) return;
-    double probability = std::min(kept * trial->frequency, left);
+    double probability = std::min(kept * trial->frequency, left) * step_of_trust(depth + 1);
     push(probability, {kRecentToken, node, 0, trial->cell, {}, index, tried, kept, left});
   }
 
@@ -438,13 +449,14 @@ class Search {
   std::vector<CandidateTable::Row> candidates_;
   std::vector<std::optional<Alignment>> alignments_;  // by node
   Noise noise_;
+  const Numbers* trusts_ = nullptr;
   Tokens tried_tokens_, row_tokens_, row_of_, row_cells_, context_;
   Tokens guesses_;  // by node
   double guessed_total_ = 0.0;  // weight of the guesses among what `gather` has read last
 };
 
 inline std::vector<double> Drafter::draft(TokenTree& tree, int64_t budget, std::optional<int64_t> max_depth,
-                                          Price* price) {
+                                          Price* price, const Numbers* trusts) {
   int64_t deepest = max_depth ? std::min(branch_length_, *max_depth) : branch_length_;
   std::vector<double> probabilities(tree.size(), 0.0);
   probabilities[0] = 1.0;
@@ -453,7 +465,7 @@ inline std::vector<double> Drafter::draft(TokenTree& tree, int64_t budget, std::
   if (tail_.empty()) throw std::out_of_range("a draft continues observed tokens, and there are none");
   static thread_local Search search;  // its arenas stay warm
   int limit = static_cast<int>(tree.size() + std::max<int64_t>(0, budget));
-  search.run(*this, tree, limit, deepest, price, probabilities);
+  search.run(*this, tree, limit, deepest, price, trusts, probabilities);
   return probabilities;
 }
 

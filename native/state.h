@@ -92,8 +92,9 @@ class SequenceState {
     if (window) window->add_to(*tree, static_cast<int>(max_depth));
     int64_t num_window = tree->size();
     Price* price = request.price ? &*request.price : nullptr;
-    probabilities = drafter->draft(*tree, request.nodes, max_depth, price);
-    return {std::move(tree), probabilities, num_window};
+    const Numbers* trusts = request.trusts ? &*request.trusts : nullptr;
+    probabilities = drafter->draft(*tree, request.nodes, max_depth, price, trusts);
+    return {std::move(tree), probabilities, num_window, std::move(request.trusts)};
   }
 
   // A digest of the tree that is about to be evaluated and all before it; only ranks that have drafted it know it.

@@ -17,8 +17,9 @@ from worlds import ThreadWorld, generate_on, run_ranks
 
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.core.budget import AcceptanceHistory, AdaptiveBudget, Draft
+from lpr.core.budget import AcceptanceHistory, AdaptiveBudget, Draft, band_of
 from lpr.core.constants import KNOTS, LONGEST_FAR_PAUSE, LONGEST_PAUSE, QUIET_STEPS
+from lpr.core.drafting import Drafter
 from lpr.core.step_times import StepTimes, StepTimesTracker, interpolate
 from lpr.core.tree import Source, TokenTree
 from lpr.engine.exchange import DesyncError
@@ -37,6 +38,10 @@ def chain(probabilities: Sequence[float], num_window: int = 1) -> Draft:
     tree.add_chain(0, range(1, num_window), Source.WINDOW)
     tree.add_chain(0, range(100, 100 + len(probabilities)), Source.TRIE)
     return Draft(tree, [1.0] + [0.0] * (num_window - 1) + list(probabilities), num_window)
+
+
+def path_tokens(tree: TokenTree, node: int) -> tuple[int, ...]:
+    return tuple(tree.tokens[each] for each in tree.path_to(node))
 
 
 def trie_budget(cost: StepTimes, num_ranks: int = 1) -> AdaptiveBudget:
@@ -80,16 +85,14 @@ def test_the_size_is_the_one_with_most_tokens_per_millisecond(
     st.lists(st.floats(0, 1), max_size=60),
     st.lists(st.floats(0.001, 9.0), min_size=len(KNOTS), max_size=len(KNOTS)),
     st.integers(0, 30),
-    st.floats(0.1, 3.0),
 )
 def test_what_is_not_drafted_for_its_price_would_not_have_paid(
-    row: list[float], further: list[float], pending: int, trust: float
+    row: list[float], further: list[float], pending: int
 ) -> None:
     cost = StepTimes({(1, 256): [3 + each for each in itertools.accumulate(further)]})
-    history = AcceptanceHistory(accepted=10 * trust, expected=10.0)
     budget = trie_budget(cost)
     budget.begin(1, pending)
-    price = budget.request(history).price
+    price = budget.request(AcceptanceHistory()).price
     assert price is not None
     falling = sorted(row, reverse=True)
     drafted = []
@@ -100,7 +103,7 @@ def test_what_is_not_drafted_for_its_price_would_not_have_paid(
         drafted.append(p)
 
     def best_rate(nodes: Sequence[float]) -> float:
-        tokens = itertools.accumulate((min(1.0, history.trust() * p) for p in nodes), initial=1.0)
+        tokens = itertools.accumulate(nodes, initial=1.0)
         return max(kept / cost.time(1 + count + pending) for count, kept in enumerate(tokens))
 
     # A node that is worth its price exactly may be drafted or not, as sums are rounded.
@@ -152,24 +155,68 @@ def test_a_batch_remembers_failed_promises_until_long_after_it_drafts() -> None:
     """
     budget, fresh = trie_budget(RISING), trie_budget(RISING)
 
-    def floor(each: AdaptiveBudget) -> float:
+    def trust(each: AdaptiveBudget) -> float:
         each.begin(16, 0)
-        price = each.request(AcceptanceHistory()).price
-        assert price is not None
-        return price.floor
+        trusts = each.request(AcceptanceHistory()).trusts
+        assert trusts is not None
+        return trusts[0]
 
     def observe(num_steps: int, offered: float) -> None:
         trees = [chain([0.5] if offered and not index else []).tree for index in range(16)]
         for _ in range(num_steps):
-            histories = [AcceptanceHistory(offered=0.0 if index else offered) for index in range(16)]
+            histories = [AcceptanceHistory() for _ in range(16)]
+            histories[0].offered[0] = offered
             budget.observe(trees, [[0]] * 16, histories)
 
+    assert trust(fresh) == 1.0
     observe(100, offered=0.5)
-    assert floor(budget) > 10 * floor(fresh)
+    assert trust(budget) < 0.1
     observe(50, offered=0.0)
-    assert floor(budget) > 5 * floor(fresh)
+    assert trust(budget) < 0.2
     observe(750, offered=0.0)
-    assert floor(budget) == pytest.approx(floor(fresh), rel=0.05)
+    assert trust(budget) == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("breaks_at", [9, 20, 60])
+def test_a_chain_that_breaks_off_takes_the_trust_from_what_is_deeper_alone(breaks_at: int) -> None:
+    """One trust for all depths kept on believing in 60 more tokens, as the first nine were always right.
+
+    In a batch on a processor they cost two steps of plain decoding (SmolLM2, HumanEval, 16 requests: 0.88 of plain).
+    """
+    budget, own = trie_budget(FLAT), AcceptanceHistory()
+    for _ in range(20):
+        draft = chain([0.9] * 60)
+        draft.trusts = own.trusts()
+        draft.probabilities[1:] = [0.9 * draft.trusts[band_of(depth)] for depth in range(1, 61)]
+        cut(budget, [draft], [own])
+        assert sum(own.offered) == pytest.approx(60 * 0.9), "what promises say does not depend on the trust in them"
+        budget.observe([draft.tree], [range(breaks_at)], [own])
+    expected = [sum(0 < depth < breaks_at for depth in range(1, 61) if band_of(depth) == band) for band in range(6)]
+    sizes = [1, 2, 4, 8, 16, 29]
+    trusts = own.trusts()
+    for band, (right, size) in enumerate(zip(expected, sizes, strict=True)):
+        assert trusts[band] == pytest.approx(right / (0.9 * size), abs=0.15), band
+    other = budget.request(AcceptanceHistory()).trusts
+    assert other is not None and other == pytest.approx(trusts, abs=0.15), "a new sequence starts from all others"
+
+
+def test_no_node_is_more_likely_than_its_parent_however_its_depth_is_trusted() -> None:
+    history = AcceptanceHistory()
+    for band, (kept, promised) in enumerate([(1, 10), (30, 10), (0, 5), (4, 4), (9, 3), (1, 1), (2, 1)]):
+        history.by_band[band].accepted, history.by_band[band].expected = float(kept), float(promised)
+    trusts = history.trusts()
+    assert trusts == sorted(trusts, reverse=True) and trusts[0] == 3 / 12
+    drafter = Drafter(DecodeConfig(window_size=0).resolved())
+    drafter.observe(TEXT)
+    tree = TokenTree(TEXT[-1])
+    found = drafter.draft(tree, 60, trusts=trusts)
+    alone = drafter.draft(untrusted := TokenTree(TEXT[-1]), 400)
+    plain = {path_tokens(untrusted, node): alone[node] for node in range(len(untrusted))}
+    assert len(tree) > 20 and max(tree.depths) > 8
+    for node in range(1, len(tree)):
+        assert found[node] <= found[tree.parents[node]]
+        whole = plain[path_tokens(tree, node)]
+        assert found[node] == pytest.approx(whole * trusts[band_of(tree.depths[node])])
 
 
 def test_the_window_runs_where_nodes_are_free_and_stops_where_it_earns_nothing() -> None:

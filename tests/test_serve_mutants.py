@@ -29,7 +29,7 @@ from lpr.serve.text import served as served_module
 
 TEXT = 'class Account:\n    """An account."""\n\n    def __init__(self, owner, balance):\n        self.owner = owner\n'
 BODIES = [
-    {"prompt": TEXT, "max_tokens": 24, "temperature": 0, "stop": ["owner\n        self.owner = owner\n"]},
+    {"prompt": TEXT, "max_tokens": 24, "temperature": 0, "stop": ["balance\n        self.balance = balance\n"]},
     {"prompt": TEXT + "\n    def add", "max_tokens": 16, "temperature": 0.9, "seed": 3, "n": 2},
     {"prompt": TEXT + "\n    def put", "max_tokens": 16, "temperature": 0.9, "seed": 4},
     {"prompt": TEXT[:70] + "name", "max_tokens": 12, "temperature": 0},

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -59,14 +59,13 @@ class ExpectedTokens:
 class Price:
     """Least path probability at which a node of one sequence pays; it rises with the rate of its step."""
 
-    __slots__ = ("_expected_tokens", "_least", "_trust", "floor")
+    __slots__ = ("_expected_tokens", "_least", "floor")
 
-    def __init__(self, expected: ExpectedTokens, trust: float) -> None:
-        """The price in a step of `expected`, for a sequence whose path probabilities count `trust` times."""
+    def __init__(self, expected: ExpectedTokens) -> None:
+        """The price in a step of `expected`."""
         self._expected_tokens = expected
-        self._trust = trust
         self._least = math.inf
-        self.floor = expected.price / trust
+        self.floor = expected.price
         """No node with a lower path probability can pay.
 
         In a batch this holds for what is drafted so far: nodes of sequences drafted later may displace some of it, or
@@ -76,8 +75,8 @@ class Price:
     def take(self, probability: float) -> None:
         """Count a drafted node of this path probability (see `_falling`)."""
         expected, self._least = self._expected_tokens, min(self._least, probability)
-        expected.add(min(1.0, self._trust * self._least))
-        self.floor = expected.price / self._trust
+        expected.add(self._least)
+        self.floor = expected.price
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,8 @@ class DraftRequest:
     """When to stop before that; None never stops."""
     window: int
     """Columns of the Jacobi window; 0: it does not run."""
+    trusts: Sequence[float] | None = None
+    """By band of depths, the factor of path probabilities (AcceptanceHistory.trusts); None: 1."""
 
 
 @dataclass
@@ -101,33 +102,74 @@ class Draft:
     """[len(tree)], path probability of each node, 1 at the root; the window's own nodes have 0 or the heap's value."""
     num_window: int
     """The first nodes, root and Jacobi window, which stay."""
+    trusts: Sequence[float] | None = None
+    """As in its DraftRequest."""
 
 
 @dataclass
-class AcceptanceHistory:
-    """How many promised nodes of a sequence's drafts were accepted; older steps count less."""
+class Promises:
+    """How many promised nodes were accepted; older steps count less."""
 
     expected: float = 0.0
-    """Accepted nodes that the path probabilities promised."""
+    """Accepted nodes that path probabilities promised."""
     accepted: float = 0.0
     """Accepted nodes."""
-    offered: float = 0.0
-    """Accepted nodes that the tree of the running step promises."""
-    quiet: int = 0
-    """Steps in a row whose best size was no draft at all."""
-    pause: int = 0
-    """Plain steps until drafts are tried again."""
 
     def trust(self, first: float = 1.0) -> float:
         """Factor for path probabilities, by the accepted part of earlier promises; `first` without any."""
         return (first * constants.TRUSTED_NODES + self.accepted) / (constants.TRUSTED_NODES + self.expected)
 
-    def record_step(self, offered: float, accepted: int, memory: float) -> None:
-        """Count a step whose drafts promised `offered` nodes, of which `accepted` were accepted."""
+    def record_step(self, offered: float, accepted: int, memory: float, idle: float = constants.PLAIN_MEMORY) -> None:
+        """Count a step whose drafts promised `offered` nodes, of which `accepted` were accepted.
+
+        Of what was counted before, `memory` remains, or `idle` where nothing is offered.
+        """
         weight = min(1.0, constants.MOST_PROMISED / offered) if offered else 0.0
-        memory = memory if offered else constants.PLAIN_MEMORY
+        memory = memory if offered else idle
         self.expected = memory * self.expected + weight * offered
         self.accepted = memory * self.accepted + weight * accepted
+
+
+def band_of(depth: int) -> int:
+    """The band of a depth from 1: octaves, as a copied passage that breaks off does so within the first few tokens."""
+    return min(depth.bit_length(), constants.NUM_BANDS) - 1
+
+
+def _no_offer() -> list[float]:
+    return [0.0] * constants.NUM_BANDS
+
+
+@dataclass
+class AcceptanceHistory:
+    """How far a sequence's drafts kept what they promised, by depth.
+
+    A text that is copied breaks off where it breaks off, so the deep nodes of a chain fail together: their promises say
+    little about those of the first ones, and the other way round.
+    """
+
+    by_band: list[Promises] = field(default_factory=lambda: [Promises() for _ in range(constants.NUM_BANDS)])
+    offered: list[float] = field(default_factory=_no_offer)
+    """By band, accepted nodes that the tree of the running step promises, as if all promises were kept."""
+    quiet: int = 0
+    """Steps in a row whose best size was no draft at all."""
+    pause: int = 0
+    """Plain steps until drafts are tried again."""
+
+    def trusts(self, first: Sequence[float] = (1.0,) * constants.NUM_BANDS) -> list[float]:
+        """By band, the factor for path probabilities; `first` where nothing was tried.
+
+        None is above that of the band before, so no node becomes more likely than its parent.
+        """
+        found, last = list[float](), math.inf
+        for promises, each in zip(self.by_band, first, strict=True):
+            last = min(last, promises.trust(each))
+            found.append(last)
+        return found
+
+    def record_step(self, offered: Sequence[float], accepted: Sequence[int], memory: float, idle: float) -> None:
+        """Count a step by band (Promises.record_step)."""
+        for promises, promised, kept in zip(self.by_band, offered, accepted, strict=True):
+            promises.record_step(promised, kept, memory, idle)
 
     def count(self, drafted: bool, is_far: bool) -> None:
         """Count a step that kept drafts, or that kept none because its best node was far from its price or near it."""
@@ -223,22 +265,18 @@ class AdaptiveBudget:
         if self._expected_tokens is None:
             tokens = self._step[0] + self.other_tokens
             self._expected_tokens = ExpectedTokens(tokens, *self._price_nodes(np.array(self.times), *self._step, held))
-        price = Price(self._expected_tokens, history.trust(self._all.trust()))
-        return DraftRequest(self._limit - held, price, self._columns if self.window else 0)
+        price, trusts = Price(self._expected_tokens), history.trusts(self._all.trusts())
+        return DraftRequest(self._limit - held, price, self._columns if self.window else 0, trusts)
 
     def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
         """Cut the trees to the nodes that pay; a sequence without any for several steps pauses."""
         if not any(len(draft.tree) > 1 for draft in drafts):
             for history in histories:  # plain decoding stays as cheap as it is without a budget
-                history.offered = 0.0
+                history.offered = _no_offer()
                 history.count(False, is_far=True)
             return
         count, pending = self._step
-        first = self._all.trust()
-        falling = [
-            np.minimum(1.0, history.trust(first) * _falling(draft))
-            for draft, history in zip(drafts, histories, strict=True)
-        ]
+        falling = [_falling(draft) for draft in drafts]
         gains = np.sort(np.concatenate(falling))[::-1]
         tokens = count + self.other_tokens + np.concatenate([[0.0], np.cumsum(gains)])
         sizes = sum(draft.num_window for draft in drafts) + np.arange(len(tokens))
@@ -250,7 +288,7 @@ class AdaptiveBudget:
         for draft, history, each in zip(drafts, histories, falling, strict=True):
             kept = int(np.count_nonzero(each >= threshold))
             draft.tree.truncate(draft.num_window + kept)
-            history.offered = total(draft.probabilities[draft.num_window : draft.num_window + kept])
+            history.offered = _offered(draft)
             history.count(len(draft.tree) > 1, is_far=not len(each) or each[0] < near_price)
         if self._window_nodes:
             self._weigh_window(tokens, count, pending)
@@ -259,13 +297,18 @@ class AdaptiveBudget:
         self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
     ) -> None:
         """Count the accepted `paths`: how far promises held, and the window's yield while it runs."""
+        is_plain = True
         for tree, path, history in zip(trees, paths, histories, strict=True):
-            accepted = sum(tree.sources[node] != Source.WINDOW for node in path[1:])
-            history.record_step(history.offered, accepted, constants.TRUST_MEMORY)
-            if history.offered:
-                self._all.record_step(history.offered, accepted, constants.LONG_MEMORY)
-        if not any(history.offered for history in histories):  # per step: most sequences of a large batch have no draft
-            self._all.record_step(0.0, 0, constants.LONG_MEMORY)
+            accepted = [0] * constants.NUM_BANDS
+            for node in path[1:]:
+                accepted[band_of(tree.depths[node])] += tree.sources[node] != Source.WINDOW
+            history.record_step(history.offered, accepted, constants.TRUST_MEMORY, constants.PLAIN_MEMORY)
+            if any(history.offered):
+                is_plain = False
+                self._all.record_step(history.offered, accepted, constants.LONG_MEMORY, constants.LONG_MEMORY)
+        if is_plain:  # per step: most sequences of a large batch have no draft
+            none = constants.NUM_BANDS * [0]
+            self._all.record_step(none, none, constants.PLAIN_MEMORY, constants.PLAIN_MEMORY)
         if not trees or not self._parts[-1].num_window_nodes:
             return
         news, weight = self._first_yield, constants.WINDOW_RETURN
@@ -333,3 +376,12 @@ def _falling(draft: Draft) -> np.ndarray:
     Nodes come best first, up to what an estimate changes later; so the nodes above any threshold are the first ones.
     """
     return np.minimum.accumulate(np.array(draft.probabilities[draft.num_window :], dtype=float))
+
+
+def _offered(draft: Draft) -> list[float]:
+    """By band, the nodes that the tree promises behind its window, before they were trusted less."""
+    offered = _no_offer()
+    for node in range(draft.num_window, len(draft.tree)):
+        band = band_of(draft.tree.depths[node])
+        offered[band] += draft.probabilities[node] / (draft.trusts[band] if draft.trusts is not None else 1.0)
+    return offered

@@ -17,7 +17,7 @@ import numpy as np
 
 from lpr.config import TreeSizes
 from lpr.core import constants
-from lpr.core.budget import AcceptanceHistory, Price
+from lpr.core.budget import Price, Promises
 from lpr.core.calibration import Calibration
 from lpr.core.drafting import Drafter
 from lpr.core.step_times import least_slopes, times_at
@@ -42,7 +42,7 @@ class ChainRecord:
     def __init__(self) -> None:
         """Nothing yet."""
         self.calibration = Calibration()
-        self.acceptance = AcceptanceHistory()
+        self.acceptance = Promises()
 
 
 class ChainState:
@@ -55,7 +55,7 @@ class ChainState:
         self.tokens: list[int] = []
         """The text read so far."""
         self._drafter = Drafter(config, shared)
-        self._acceptance = AcceptanceHistory()
+        self._acceptance = Promises()
         self._is_readable = True
         self._tree: TokenTree | None = None
         self._chain: list[int] = []

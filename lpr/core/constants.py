@@ -116,17 +116,19 @@ LONGEST_PAUSE, LONGEST_FAR_PAUSE = 8, 32
 """Most steps between two trials whether drafts pay again; the pause doubles up to this. Far: see `NEAR_PRICE`."""
 NEAR_PRICE = 0.5
 """A sequence whose best node is worth less than this part of its price is far from paying."""
+NUM_BANDS = 7
+"""Depths whose promises are counted apart: 1, 2 to 3, 4 to 7 and so on, and 64 or more."""
 TRUSTED_NODES = 2.0
-"""Promised nodes that count as kept before any of a sequence's nodes was tried."""
+"""Promised nodes of each band that count as kept before any of a sequence's nodes was tried."""
 TRUST_MEMORY = 0.95
 """Part of earlier evidence on a sequence's promises that remains after a step with drafts."""
 PLAIN_MEMORY = 0.99
 """The same per plain step: what failed long ago is tried again."""
 LONG_MEMORY = 0.995
-"""As TRUST_MEMORY for all sequences together, per draft; a new sequence starts from their record. `PLAIN_MEMORY` counts
-here per step in which no sequence drafts."""
+"""As TRUST_MEMORY for all sequences together, per draft, even one without nodes of a band; new sequences start from
+their record. `PLAIN_MEMORY` counts here per step in which no sequence drafts."""
 MOST_PROMISED = 2.0
-"""Most promised nodes that a step counts for: a long chain that breaks at once is one failure, not sixty."""
+"""Most promised nodes of a band that a step counts for: a long chain that breaks at once is one failure, not sixty."""
 LONGEST_CATCH_UP = 64
 """A longer chain above a root is a prompt: its time is spent once, whatever is drafted, so it makes no node cheaper."""
 FORGOTTEN_AFTER = 4096

@@ -37,7 +37,7 @@ from typing import Any
 from lpr.config import TreeSizes
 from lpr.core import constants
 from lpr.core.alignment import Alignment, Prediction
-from lpr.core.budget import Price
+from lpr.core.budget import Price, band_of
 from lpr.core.calibration import Calibration, cell_within, first_cell
 from lpr.core.evaluated import EvaluatedNodes
 from lpr.core.heads import HeadDraft
@@ -117,7 +117,12 @@ class Drafter:
         self._num_observed += len(tokens)
 
     def draft(
-        self, tree: TokenTree, budget: int, max_depth: int | None = None, price: Price | None = None
+        self,
+        tree: TokenTree,
+        budget: int,
+        max_depth: int | None = None,
+        price: Price | None = None,
+        trusts: Sequence[float] | None = None,
     ) -> list[float]:
         """Add up to `budget` nodes to `tree`, best first; return each node's calibrated path probability.
 
@@ -125,7 +130,7 @@ class Drafter:
         deeper than `config.branch_length` or `max_depth`. The list is [len(tree)], 1 at the root and 0 at nodes held
         before that are less likely than those drafted; the probabilities of a node's children sum to its own at most.
         A larger budget adds nodes and changes none. The draft ends where the best remaining entry is less likely than
-        the floor of `price`.
+        the floor of `price`. Path probabilities count `trusts` times, by band of depths (lpr.core.budget.band_of).
         """
         deepest = self.config.branch_length if max_depth is None else min(self.config.branch_length, max_depth)
         probabilities = [1.0] + [0.0] * (len(tree) - 1)
@@ -137,6 +142,7 @@ class Drafter:
         noise = KnownNoise(self.seed, self._num_observed)
         search = _Search(tree, self._sources, self._tail, recent, self.calibration.frequencies, limit, price, noise)
         search.prediction, search.head = self._prediction, self.head if self.config.trie_nodes else None
+        search.trusts = trusts
         search.expand(0, 1.0, [], 0)
         for node, probability, places, offset, cell in search:
             if node == len(probabilities):
@@ -267,6 +273,7 @@ class _Search:
         self._heap: list[tuple[float, int, int, int, Any, int]] = []
         self._serial = 0
         self.prediction: Prediction | None = None
+        self.trusts: Sequence[float] | None = None
         self._alignments: dict[int, Alignment] = {}
         self.head: HeadDraft | None = None
         self._guesses: dict[int, int] = {0: 0}
@@ -339,9 +346,10 @@ class _Search:
             row[0] = cell = first + cell_within(kind, ldexp(row[0] / (whole - row[0]), octaves))
             known += frequencies[cell]
         scale = probability if known <= constants.MOST_KNOWN else probability * constants.MOST_KNOWN / known
+        trusted = scale * self._step_of_trust(depth + 1)
         for token, row in rows.items():
             serial += 1
-            heappush(heap, (-scale * frequencies[row[0]], serial, node, token, row, offset + 1))
+            heappush(heap, (-min(probability, trusted * frequencies[row[0]]), serial, node, token, row, offset + 1))
         self._serial = serial
         self.ask_later(node, probability - scale * known, order, {**rows, **tried} if tried else rows)
 
@@ -366,7 +374,7 @@ class _Search:
             if token == _RECENT:
                 index, kept, left, tried, cell = payload
                 token = self._recent[self._recent_order(tree.depths[node])[index][1]]
-                self._try_recent(node, kept, left + rank, index + 1, tried)
+                self._try_recent(node, kept, left + rank / self._step_of_trust(tree.depths[node] + 1), index + 1, tried)
             else:
                 cell, *places = payload
                 if places:
@@ -383,9 +391,16 @@ class _Search:
         if index < len(order):
             self._serial += 1
             frequency, _, cell = order[index]
-            probability = min(kept * -frequency, left)
+            probability = min(kept * -frequency, left) * self._step_of_trust(self._tree.depths[node] + 1)
             payload = (index, kept, left, tried, cell)
             heappush(self._heap, (-probability, self._serial, node, _RECENT, payload, 0))
+
+    def _step_of_trust(self, depth: int) -> float:
+        """The trust of this depth by that of the one above: 1 but where a band of depths begins."""
+        if self.trusts is None or depth & (depth - 1):
+            return 1.0
+        band = band_of(depth)
+        return self.trusts[band] / (self.trusts[band - 1] if band else 1.0)
 
     def _recent_order(self, depth: int) -> list[tuple[float, int, int]]:
         """The recent tokens below nodes at `depth`, the latest or, by known noise, the likeliest first.

@@ -144,8 +144,8 @@ class SequenceState:
         if self.window is not None:
             self.window.add_to(tree, max_depth)
         num_window = len(tree)
-        self.probabilities = drafter.draft(tree, request.nodes, max_depth, request.price)
-        return Draft(tree, self.probabilities, num_window)
+        self.probabilities = drafter.draft(tree, request.nodes, max_depth, request.price, request.trusts)
+        return Draft(tree, self.probabilities, num_window, request.trusts)
 
     def may_end(self, emitted: Sequence[int]) -> bool:
         """True if the sequence is as long as allowed, or if one of its last tokens `emitted` ends it."""
