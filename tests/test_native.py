@@ -94,6 +94,7 @@ def test_drafters_and_suffix_indexes_are_equal(seed: int, capacity: int, vocabul
         "max_match",
         "shipped_frequencies",
         "trust_memory",
+        "num_bands",
         "several",
         "delay",
         "sibling_trust",
@@ -105,7 +106,7 @@ def test_a_core_with_one_other_number_is_found_out(name: str) -> None:
     """The comparison itself can fail: each of these numbers decides what is drafted."""
     numbers = lpr.native.numbers()
     sizes = TreeSizes(trie_nodes=64, num_guesses=8 * (name == "head_weight"))
-    plan = Plan(seed=1, sizes=sizes, vocabulary=40, adaptive=name == "trust_memory", num_steps=40)
+    plan = Plan(seed=1, sizes=sizes, vocabulary=40, adaptive=name in ("trust_memory", "num_bands"), num_steps=40)
     expected = run(PURE, plan)
     value = numbers[name]
     if isinstance(value, (list, tuple)):

@@ -99,7 +99,8 @@ class Draft:
 
     tree: TokenTree
     probabilities: list[float]
-    """[len(tree)], path probability of each node, 1 at the root; the window's own nodes have 0 or the heap's value."""
+    """[len(tree)], path probability of each node, as far as it is trusted, 1 at the root; the window's own nodes have 0
+    or the heap's value."""
     num_window: int
     """The first nodes, root and Jacobi window, which stay."""
     trusts: Sequence[float] | None = None
