@@ -198,7 +198,9 @@ class FixedBudget : public Budget {
  public:
   explicit FixedBudget(std::vector<TreeLimits> by_homes) : by_homes_(std::move(by_homes)), now_(by_homes_.back()) {}
   void begin(int64_t, int64_t, int64_t num_homes) override { now_ = by_homes_.at(num_homes - 1); }
-  DraftRequest request(const AcceptanceHistory&) override { return {now_.num_drafted, std::nullopt, now_.columns, std::nullopt}; }
+  DraftRequest request(const AcceptanceHistory&) override {
+    return {now_.num_drafted, std::nullopt, now_.columns, std::nullopt};
+  }
   void cut(std::vector<Draft*>&, std::vector<AcceptanceHistory*>&) override {}
   void observe(const std::vector<const TokenTree*>&, const std::vector<const Tokens*>&,
                std::vector<AcceptanceHistory*>&) override {}

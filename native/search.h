@@ -247,8 +247,7 @@ class Search {
   // The trust of this depth by that of the one above: 1 but where a band of depths begins.
   double step_of_trust(int depth) const {
     if (!trusts_ || depth & (depth - 1)) return 1.0;
-    int band = band_of(depth);
-    return (*trusts_)[band] / (band ? (*trusts_)[band - 1] : 1.0);
+    return (*trusts_)[band_of(depth)] / (depth > 1 ? (*trusts_)[band_of(depth - 1)] : 1.0);
   }
 
   void ask_later(int node, double kept, int order, int tried) {

@@ -6,7 +6,9 @@ import itertools
 import json
 import math
 import random
+from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from conftest import tiny_model
@@ -206,13 +208,14 @@ def test_no_node_is_more_likely_than_its_parent_however_its_depth_is_trusted() -
         history.by_band[band].accepted, history.by_band[band].expected = float(kept), float(promised)
     trusts = history.trusts()
     assert trusts == sorted(trusts, reverse=True) and trusts[0] == 3 / 12
-    drafter = Drafter(DecodeConfig(window_size=0).resolved())
-    drafter.observe(TEXT)
+    drafter = Drafter(replace(DecodeConfig(window_size=0).resolved(), branch_length=200))
+    drafter.calibration.frequencies[:] = array("d", [0.99]) * len(drafter.calibration.frequencies)
+    drafter.observe(TEXT * 8)
     tree = TokenTree(TEXT[-1])
-    found = drafter.draft(tree, 60, trusts=trusts)
-    alone = drafter.draft(untrusted := TokenTree(TEXT[-1]), 400)
+    found = drafter.draft(tree, 300, trusts=trusts)
+    alone = drafter.draft(untrusted := TokenTree(TEXT[-1]), 900)
     plain = {path_tokens(untrusted, node): alone[node] for node in range(len(untrusted))}
-    assert len(tree) > 20 and max(tree.depths) > 8
+    assert max(tree.depths) > 130, "two octaves share the last band"
     for node in range(1, len(tree)):
         assert found[node] <= found[tree.parents[node]]
         whole = plain[path_tokens(tree, node)]

@@ -399,8 +399,7 @@ class _Search:
         """The trust of this depth by that of the one above: 1 but where a band of depths begins."""
         if self.trusts is None or depth & (depth - 1):
             return 1.0
-        band = band_of(depth)
-        return self.trusts[band] / (self.trusts[band - 1] if band else 1.0)
+        return self.trusts[band_of(depth)] / (self.trusts[band_of(depth - 1)] if depth > 1 else 1.0)
 
     def _recent_order(self, depth: int) -> list[tuple[float, int, int]]:
         """The recent tokens below nodes at `depth`, the latest or, by known noise, the likeliest first.
