@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.replay import FixedSizes, Task, replay_task
 from lpr.config import DecodeConfig, SamplingParams
-from lpr.core.budget import AcceptanceHistory
+from lpr.core.budget import Promises
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
 from lpr.core.wire import node_width, payload_words, tables_of
 from lpr.native import Budgets, SequenceState, SuffixIndex, draft_step
@@ -110,12 +110,12 @@ def test_a_full_batch_is_not_slower_than_plain_decoding(price: float) -> None:
 
 
 def test_one_long_promise_that_failed_is_soon_forgiven() -> None:
-    history = AcceptanceHistory()
-    history.record_step(50.0, 0, 0.95)
-    assert history.trust() > 0.4
+    promises = Promises()
+    promises.record_step(50.0, 0, 0.95)
+    assert promises.trust() > 0.4
     for _ in range(200):
-        history.record_step(0.0, 0, 0.95)
-    assert history.trust() > 0.8, "plain steps forget it"
+        promises.record_step(0.0, 0, 0.95)
+    assert promises.trust() > 0.8, "plain steps forget it"
     for _ in range(100):
-        history.record_step(1.0, 0, 0.95)
-    assert history.trust() < 0.15, "failing again and again is believed"
+        promises.record_step(1.0, 0, 0.95)
+    assert promises.trust() < 0.15, "failing again and again is believed"

@@ -22,8 +22,21 @@ DECODE = DecodeConfig(max_nodes=8, max_length=64, max_batch_size=1)
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache on a machine that does nothing else: a busy one's times are not kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forwards_are(monkeypatch, lambda number: 1)
     return tmp_path
+
+
+def forwards_are(monkeypatch: pytest.MonkeyPatch, delay: Callable[[int], float]) -> None:
+    """From now on, n tokens of a batch take 2 + batch + 0.1 n ms, each forward as late as its number says."""
+    timed: list[int] = []
+
+    def time_forward(model: object, batch: int, count: int, kv: int) -> float:
+        timed.append(count)
+        return (2 + batch + 0.1 * count) / 1e3 * delay(len(timed))
+
+    monkeypatch.setattr(lpr.engine.sizing, "time_forward", time_forward)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
@@ -39,14 +52,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 def start_while(monkeypatch: pytest.MonkeyPatch, delay: Callable[[int], float]) -> Engine:
-    """An engine whose start times forwards of 2 + batch + 0.1 n ms for n tokens, each as late as its number says."""
-    timed: list[int] = []
-
-    def time_forward(model: object, batch: int, count: int, kv: int) -> float:
-        timed.append(count)
-        return (2 + batch + 0.1 * count) / 1e3 * delay(len(timed))
-
-    monkeypatch.setattr(lpr.engine.sizing, "time_forward", time_forward)
+    """An engine that starts while forwards are so late."""
+    forwards_are(monkeypatch, delay)
     return Engine.from_model(tiny_model(), decode=DecodeConfig(max_nodes=8, max_length=64, max_batch_size=3))
 
 
