@@ -1,14 +1,15 @@
 r"""Train a multi-token-prediction head for a frozen Llama-type model, by self-distillation.
 
-    python -m dev.train_head --model FOLDER --prompts humaneval.jsonl:0-82 classeval.jsonl:0-50 --minutes 150
+    python -m dev.train_head --model FOLDER --prompts humaneval.jsonl:0-82 classeval.jsonl:0-50 \
+        --answers instructions.jsonl --minutes 150
 
 The model writes texts after the prompts (`FILE:A-B` takes lines A to B, in the model's chat template if it has one),
-some greedily, some sampled, and reads the data sets' own answers, which is cheaper. The texts are kept beside --out,
-with their hidden states. The head learns the model's own distribution of the token after the next one, by the
-Kullback-Leibler divergence, and later, fed with its own output, that of the tokens after it (DeepSeek-V3, section 2.2;
-training on own outputs as in EAGLE-3, Li et al. 2025). It begins as a copy of the model's last layer. The file is
-written every few minutes, in the form of DeepSeek V3's keys: beside a checkpoint's weights lpr finds it there.
-`--resume` goes on from it. SIGTERM ends the training and writes the file.
+some greedily, some sampled, and reads the data sets' own answers, which is cheaper, and those of further files. The
+texts are kept beside --out, with their hidden states. The head learns the model's own distribution of the token after
+the next one, by the Kullback-Leibler divergence, and later, fed with its own output, that of the tokens after it
+(DeepSeek-V3, section 2.2; training on own outputs as in EAGLE-3, Li et al. 2025). It begins as a copy of the model's
+last layer. The file is written every few minutes, in the form of DeepSeek V3's keys: beside a checkpoint's weights lpr
+finds it there. `--resume` goes on from it. SIGTERM ends the training and writes the file.
 """
 
 from __future__ import annotations
@@ -323,6 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", nargs="+", default=[], help="JSONL files with a prompt a line, FILE or FILE:A-B")
+    parser.add_argument("--answers", nargs="+", default=[], help="such files whose answers are read alone")
     parser.add_argument("--texts", type=Path, help="where the written texts are kept and found again")
     parser.add_argument("--out", type=Path, help=f"default: {OWN_FILE} in the model's folder")
     parser.add_argument("--minutes", type=float, default=150, help="of training")
@@ -342,8 +344,10 @@ def main() -> None:
     if not kept.exists():
         tokenizer = AutoTokenizer.from_pretrained(given.model)
         asked = [prompt for name in given.prompts for prompt in prompts_of(name, tokenizer)]
+        read = asked + [prompt for name in given.answers for prompt in prompts_of(name, tokenizer)]
         random.Random(0).shuffle(asked)
-        answers = read_answers(model, asked, given.answer_tokens)
+        random.Random(0).shuffle(read)
+        answers = read_answers(model, read, given.answer_tokens)
         written = write_texts(model, [prompt for prompt, _ in asked], given.new_tokens, given.writing_minutes)
         keep_texts(answers + written, kept)
     texts = kept_texts(kept)

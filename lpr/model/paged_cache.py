@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lpr.config import PAGE_SIZE
+from lpr.model.cpu.memory import zeros
 from lpr.model.host_pages import HostPages, swap_ms
 from lpr.model.kv_cache import KVCache
 from lpr.model.step_inputs import Block, Row, StepInputs, current_step
@@ -80,8 +81,8 @@ class PagedCache(KVCache):
         places: dict[tuple[int, int], tuple[Tensor, int]] = {}
         rows = made.num_rows
         for (is_fixed, _, shape, dtype, device), members in groups.items():
-            # Written now: memory that a CPU takes when it is first used makes the first fills a third slower.
-            flat = torch.zeros((len(members) * rows, *shape), dtype=dtype, device=device)
+            size = (len(members) * rows, *shape)
+            flat = zeros(size, dtype) if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
             made._pools.append(flat.unflatten(0, (len(members), rows)))
             if not is_fixed:
                 made._moved.append(made._pools[-1])

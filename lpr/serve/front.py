@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import ipaddress
 import logging
 import os
@@ -14,29 +15,26 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from starlette.types import ASGIApp
 
 from lpr.config import InputError
 from lpr.fleet.options import default_name
 from lpr.protocol import ErrorCode, Stop
 from lpr.serve import limits
-from lpr.serve.api.app import build, build_metrics
-from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Keys
-from lpr.serve.connections import KINDS, Connection
 from lpr.serve.keeper import Keeper, Ranks
 from lpr.serve.link import Link
 from lpr.serve.messages import Loading, ToFront
-from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
 from lpr.serve.port import Port, room
 from lpr.serve.service import Service
-from lpr.serve.text.defaults import read_defaults
-from lpr.serve.text.served import Served
+
+if TYPE_CHECKING:
+    from lpr.serve.api.context import Context
+    from lpr.serve.routes import Routes
 
 MOST_KEYS = 64
 """Keys whose drafts are read from other replicas at the start. Those of further keys are read at first use."""
@@ -84,6 +82,7 @@ class Front:
         self.replica = args.fleet.replica_name or default_name(self.port)
         self._console = Console(stderr=True)
         self._keeper: Keeper | None = None
+        self._routes: Routes | None = None
         self._stopping = asyncio.Event()
         self._failure: tuple[int, str] | None = None
 
@@ -94,38 +93,33 @@ class Front:
         self.service.tenants = [""] if args.share_drafts == "all" or not self._keys else self._keys.names[:MOST_KEYS]
         self.service.weights = self._keys.weights
         link = Link(self._receive, self._lost)
-        metrics = Metrics(self.service, args.names[0])
-        self.context = Context(self.service, metrics, args.request_timeout, args.share_drafts)
-        self.context.pad_stream, self.context.stream_interval = args.pad_stream, args.stream_interval / 1e3
-        if args.otlp is not None:
-            from lpr.serve.telemetry import tracer
-
-            self.context.trace = tracer(args.otlp, args.names[0])
-        server = uvicorn.Server(_uvicorn_config(build(self.context, args, self._keys, self.replica)))
-        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):  # only the main thread of a process can
+                loop.add_signal_handler(number, self.stop)
         is_short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
         with tempfile.TemporaryDirectory(prefix="lpr-serve-", dir=None if is_short else "/tmp") as folder:
             if self._attached is not None:
                 await link.listen(self._attached)
             else:
                 self._keeper = Keeper(self.service, link, Path(folder), self._make_ranks, args)
-            serving = asyncio.create_task(server.serve([]))  # it answers what the ports accept
-            self._open_ports(server)
-            serving.add_done_callback(self._ended)
-            self.context.start()
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                with contextlib.suppress(ValueError, RuntimeError):  # only the main thread of a process can
-                    loop.add_signal_handler(number, self.stop)
-            tasks = [asyncio.create_task(self._show_progress()), asyncio.create_task(self._keep())]
+            tasks = [asyncio.create_task(self._keep())]
             try:
+                if self._keeper is not None:
+                    await self._keeper.begun.wait()
+                # Looked up by name, half a second: the ranks load torch meanwhile.
+                make_routes: type[Routes] = importlib.import_module("lpr.serve.routes").Routes
+                self._routes = make_routes(self.service, args, self._keys, self.replica, self._template)
+                self._routes.open(self._main, self._metrics).add_done_callback(self._ended)
+                self._load()  # what the ranks have told meanwhile
+                tasks.append(asyncio.create_task(self._show_progress()))
                 await self._stopping.wait()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.service.drained(), args.shutdown_timeout)
                 self._hand_back()
                 await asyncio.sleep(0.05)  # for what was handed back to be written
             finally:
-                await self._end(server, serving, tasks, link)
+                await self._end(tasks, link)
         if self._failure is not None:
             print(f"lpr.serve: error: {self._failure[1]}", file=sys.stderr)
             return self._failure[0]
@@ -138,34 +132,29 @@ class Front:
         self.service.draining = True
         self._stopping.set()
 
+    @property
+    def context(self) -> Context:
+        """What every endpoint uses; there is none before `run`."""
+        assert self._routes is not None
+        return self._routes.context
+
     # Within.
 
     def _hand_back(self) -> None:
         self.service.fail_all(ErrorCode.DRAINED, "the server shut down before this was finished")
 
-    def _open_ports(self, server: uvicorn.Server) -> None:
-        kind = KINDS.get("httptools", KINDS["h11"])
-
-        def make(config: uvicorn.Config, port: Port) -> Callable[[], Connection]:
-            return lambda: kind(config, server.server_state, {}, port=port)
-
-        self.context.metrics.watch(self._main)
-        self._main.open(make(server.config, self._main))
-        if self._metrics is not None:
-            app = build_metrics(self.context, self.args, self._keys, self.replica)
-            self._metrics.open(make(_uvicorn_config(app), self._metrics))
-
     def _receive(self, message: ToFront) -> None:
         self.service.receive(message)
         if self.service.mesh.is_hopeless:
             self._fail(2, self.service.mesh.refused or "")
-        elif (facts := self.service.mesh.facts) is not None and (
-            self.context.served is None or self.context.served.facts.max_length != facts.max_length
-        ):
+        else:
+            self._load()
+
+    def _load(self) -> None:
+        """Serve the model of which the ranks have told."""
+        if self._routes is not None and self.service.mesh.facts is not None:
             try:
-                args = self.args
-                defaults = read_defaults(args.generation_config, facts.generation, args.override_generation_config)
-                self.context.load(Served(facts, args.names, args.fim, self._template, defaults, args.tool_call_parser))
+                self._routes.load(self.service.mesh.facts)
             except (InputError, ValueError) as failure:
                 self._fail(2, str(failure))
 
@@ -194,10 +183,10 @@ class Front:
         except Exception as failure:  # without a keeper requests would wait for ever
             logging.getLogger(__name__).exception("the keeper of the ranks has failed")
             self._fail(1, f"internal error: {type(failure).__name__}: {failure}")
+        finally:
+            self._keeper.begun.set()
 
-    async def _end(
-        self, server: uvicorn.Server, serving: asyncio.Task[None], tasks: Sequence[asyncio.Task[None]], link: Link
-    ) -> None:
+    async def _end(self, tasks: Sequence[asyncio.Task[None]], link: Link) -> None:
         for task in tasks:  # before the ranks end, so that they are not started again
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -206,10 +195,8 @@ class Front:
         for port in (self._main, self._metrics):
             if port is not None:
                 port.close()
-        server.should_exit = True
-        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-            await asyncio.wait_for(serving, 10)
-        await self.context.close()
+        if self._routes is not None:
+            await self._routes.close()
         if self._keeper is not None:
             await self._keeper.close()
         await link.close()
@@ -233,21 +220,6 @@ class Front:
         if facts is not None:
             mesh = f"lp {facts.lp} x tp {facts.tp}, {facts.dtype} on {facts.device}"
             print(f"lpr.serve: ready: {self.args.names[0]}, {mesh}", flush=True)
-
-
-def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        ws="none",
-        timeout_keep_alive=limits.IDLE_SECONDS.most,
-        timeout_graceful_shutdown=5,
-        h11_max_incomplete_event_size=limits.HEAD.most,
-    )
 
 
 def _listen(host: str, port: int, needs_loopback: bool = False) -> socket.socket:

@@ -100,6 +100,8 @@ class Keeper:
         self._args = args
         self._is_alone = args.num_ranks == 1
         self._ranks: Ranks | None = None
+        self.begun = asyncio.Event()
+        """Set once the first ranks have been started."""
 
     async def run(self) -> tuple[int, str]:
         """Keep ranks until they cannot be started again; returns the exit code and the reason."""
@@ -138,6 +140,7 @@ class Keeper:
             await self._link.listen(path)
             self._ranks = ranks = self._make(path)
             await ranks.start()
+            self.begun.set()
         except OSError as failure:  # no memory or process left, for example
             self._link.hang_up()
             if self._ranks is not None:
