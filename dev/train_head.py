@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers.utils import logging as transformers_logging
 
 from lpr import SamplingParams
-from lpr.model.heads.forms import DEEPSEEK
+from lpr.model.heads.forms import DEEPSEEK, DRAFT_VOCABULARY
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import OWN_FILE, make_head
 from lpr.model.sampling.choice import pick
@@ -89,11 +89,14 @@ def tensors_of(head: DraftHead) -> dict[str, Tensor]:
     return {name: each.detach().cpu().contiguous().clone() for name, each in found.items()}
 
 
-def save(head: DraftHead, path: Path, dtype: torch.dtype) -> None:
-    """Write a head's weights, as a whole or not at all."""
+def save(head: DraftHead, path: Path, dtype: torch.dtype, vocabulary: Tensor | None = None) -> None:
+    """Write a head's weights, and its draft vocabulary if it has one, as a whole or not at all."""
     prefix = DEEPSEEK.prefix.format(head.layer)
     unfinished = path.with_suffix(".unfinished")
-    save_file({prefix + name: each.to(dtype) for name, each in tensors_of(head).items()}, unfinished)
+    tensors = {name: each.to(dtype) for name, each in tensors_of(head).items()}
+    if vocabulary is not None:
+        tensors[DRAFT_VOCABULARY] = vocabulary.int()
+    save_file({prefix + name: each for name, each in tensors.items()}, unfinished)
     os.replace(unfinished, path)
 
 
@@ -175,12 +178,17 @@ def train(
     head.eval().requires_grad_(False)
 
 
+def commonest(texts: Sequence[Text], vocab_size: int, count: int) -> Tensor:
+    """The ids of the `count` commonest tokens of texts, ascending."""
+    counts = torch.bincount(torch.cat([text.ids for text in texts]), minlength=vocab_size)
+    return counts.topk(min(count, vocab_size)).indices.sort().values
+
+
 def batches_of(model: PreTrainedModel, texts: Sequence[Text], size: int, length: int, seed: int) -> Iterator[Batch]:
     """Pieces of texts that end in what the model has written."""
     generator = torch.Generator().manual_seed(seed)
     vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,index,arg-type]
-    counts = torch.bincount(torch.cat([text.ids for text in texts]), minlength=vocab_size)
-    common = counts.topk(min(MOST_COMPARED, vocab_size)).indices
+    common = commonest(texts, vocab_size, MOST_COMPARED)
     while True:
         ids, mask = torch.zeros(size, length, dtype=torch.long), torch.zeros(size, length, dtype=torch.bool)
         hidden = torch.zeros(size, length, texts[0].states.shape[1])
@@ -331,6 +339,7 @@ def main() -> None:
     parser.add_argument("--writing-minutes", type=float, default=30, help="of writing texts")
     parser.add_argument("--answer-tokens", type=int, default=100_000, help="of the data sets' own answers")
     parser.add_argument("--new-tokens", type=int, default=160)
+    parser.add_argument("--draft-vocabulary", type=int, default=8192, help="tokens that may be guessed; 0: all")
     parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -356,7 +365,10 @@ def main() -> None:
     tensors = first_tensors(model)
     if given.resume:
         tensors = {name.removeprefix(prefix): each.float() for name, each in load_file(out).items()}
+        tensors.pop(DRAFT_VOCABULARY, None)
     head = make_head(model, DEEPSEEK, tensors)
+    limit, vocab_size = given.draft_vocabulary, model.config.vocab_size
+    vocabulary = commonest(texts, vocab_size, limit) if 0 < limit < vocab_size else None
     num_held_out = len(KINDS) * max(1, len(texts) // (20 * len(KINDS)))
     held_out = next(batches_of(model, texts[-num_held_out:], given.batch, given.length, 1))
     held_out.tokens, held_out.rest = torch.arange(model.config.vocab_size), torch.zeros(())  # all of them
@@ -381,11 +393,11 @@ def main() -> None:
                 found_there, equal_there = losses(model, head, held_out)
             there = [[round(each, 3) for each in kind] for kind in ([x.item() for x in found_there], equal_there)]
             print(f"held out: divergence {there[0]}, equal {there[1]}", flush=True)
-            save(head, out, stored_as)
+            save(head, out, stored_as, vocabulary)
 
     batches = batches_of(model, texts[:-num_held_out], given.batch, given.length, 0)
     train(model, head, batches, progress, given.learning_rate, report)
-    save(head, out, stored_as)
+    save(head, out, stored_as, vocabulary)
 
 
 if __name__ == "__main__":

@@ -126,8 +126,10 @@ def check_from_scratch(
             hidden = loaded.model.get_decoder()(input_ids=known[:, :-1]).last_hidden_state
             how = {"position_ids": torch.arange(hidden.shape[1])[None], "use_cache": False}
             state = loaded.head(loaded.model.get_input_embeddings()(known[:, 1:]), hidden, **how)
-            share = loaded.model.lm_head(state[0, -1]).softmax(-1).topk(2)
-        assert draft.tokens[1:3] == share.indices.tolist()
+            logits = loaded.model.lm_head(state[0, -1])
+            limited = loaded.head.vocabulary if loaded.head.vocabulary is not None else torch.arange(len(logits))
+            share = logits[limited].softmax(-1).topk(2)
+        assert draft.tokens[1:3] == limited[share.indices].tolist()
         assert [each / 65535 for each in draft.steps[1:3]] == pytest.approx(share.values.tolist(), abs=1e-3)
 
 
@@ -277,6 +279,39 @@ def test_a_head_beside_a_checkpoint(loaded: Loaded, tmp_path: Path, caplog: pyte
     save_file(tensors, tmp_path / OWN_FILE)
     assert read_head(str(tmp_path), loaded.model) is None
     assert "mlp.up_proj.weight" in caplog.text
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_guesses_of_a_draft_vocabulary(
+    loaded: Loaded, plain: list[list[int]], guessed: list[tuple[Chain, HeadDraft]], tmp_path: Path, is_ours: bool
+) -> None:
+    assert loaded.head is not None
+    loaded.model.save_pretrained(tmp_path)
+    save(loaded.head, tmp_path / OWN_FILE, torch.float32, torch.arange(1, 97, 2))
+    found = read_head(str(tmp_path), loaded.model)
+    assert found is not None and found.lm_head is not None and found.lm_head.weight.shape[0] == 48
+    limited = replace(loaded, head=found)
+    if is_ours:  # all weights are packed
+        engine = Engine.from_pretrained(str(tmp_path), decode=DECODE, dtype="float32")
+    else:
+        engine = Engine(limited, DECODE)
+    guessed.clear()
+    alone = engine.generate(PROMPTS[:1], PARAMS[:1])[0]
+    check_from_scratch(limited, PROMPTS[0] + alone.token_ids, guessed)
+    done = engine.generate(PROMPTS, PARAMS)
+    assert ids(done) == plain and accepted(done) > 5
+    assert {token % 2 for _, draft in guessed for token in draft.tokens[1:]} == {1}
+
+
+@pytest.mark.parametrize("vocabulary", [[5, 97], [-1, 5], []])
+def test_a_draft_vocabulary_of_another_model_is_left_out(
+    loaded: Loaded, tmp_path: Path, caplog: pytest.LogCaptureFixture, vocabulary: list[int]
+) -> None:
+    assert loaded.head is not None
+    loaded.model.save_pretrained(tmp_path)
+    save(loaded.head, tmp_path / OWN_FILE, torch.float32, torch.tensor(vocabulary))
+    assert read_head(str(tmp_path), loaded.model) is None
+    assert "its draft vocabulary is not the model's" in caplog.text
 
 
 def test_texts_to_learn_from_are_those_of_plain_decoding(loaded: Loaded, plain: list[list[int]]) -> None:

@@ -7,6 +7,9 @@ All forms compute the same (DeepSeek-V3, arXiv 2412.19437, section 2.2; Gloeckle
 h[i] is the model's last hidden state after its final norm; logits are those of token i+2. For one more token g[i] takes
 the place of h[i+1]. Names and the order of `join` follow vLLM (vllm/model_executor/models/deepseek_mtp.py,
 glm4_moe_mtp.py, qwen3_next_mtp.py, mimo_mtp.py).
+
+A head may have a draft vocabulary, the commonest tokens, to which its guesses are limited (FR-Spec, Zhao et al. 2025;
+EAGLE-3, Li et al. 2025): of a small model with a large vocabulary most of a guess's time is the output head.
 """
 
 from __future__ import annotations
@@ -60,6 +63,8 @@ MIMO = Form(
     hidden_first=True,
 )
 FORMS = (DEEPSEEK, QWEN, MIMO)
+DRAFT_VOCABULARY = "draft_vocabulary"
+"""Key behind the prefix, int32 [V']: ids of tokens, ascending. Only dev/train_head.py writes it."""
 KNOWN = frozenset(
     {"deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
     | {"llama", "qwen2", "qwen3", "mistral"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,8 @@ class Guesser:
     def __init__(self, adapter: Adapter, head: DraftHead) -> None:
         """Prepare `head` for the model of `adapter`."""
         self.adapter, self.head = adapter, head
-        self.embed, self.lm_head = adapter.model.get_input_embeddings(), adapter.model.get_output_embeddings()
+        self.embed: Any = adapter.model.get_input_embeddings()
+        self.lm_head: Any = head.lm_head or adapter.model.get_output_embeddings()
 
     @torch.no_grad()
     def check(self, like: KVCache) -> None:
@@ -144,7 +146,8 @@ class Guesser:
     def _add(self, active: Sequence[_Growing], ends: dict[int, list[int]], logits: Tensor, depth: int) -> None:
         """Add the likeliest tokens after each end; `logits` are [ends of all, V]."""
         params = [(each.chain.params, [each.num_cached + 1 + depth] * len(ends[id(each)])) for each in active]
-        tokens, probabilities = likeliest(logits, Selection.build([(p, q) for p, q in params if p], logits.device))
+        selection = Selection.build([(p, q) for p, q in params if p], logits.device)
+        tokens, probabilities = likeliest(logits, selection, self.head.vocabulary)
         pairs = iter(zip(tokens.tolist(), probabilities.tolist(), strict=True))
         for each in active:
             for end in ends[id(each)]:
@@ -163,17 +166,20 @@ class Guesser:
         return chosen
 
 
-def likeliest(logits: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
+def likeliest(logits: Tensor, selection: Selection, vocabulary: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The WIDTH likeliest next tokens [n, WIDTH] of `logits` [n, V], and the probability of each to be chosen.
 
+    Place i of the logits is that of token `vocabulary[i]`, by default of token i.
     The sampling noise is known: where q is a token's probability and E its exponential noise, the odds of being chosen
     are about q / E, among all tokens' (lpr.core.noise_keys).
     """
     scores = logits.float().nan_to_num()
     if not selection.sampled:
         top, tokens = scores.topk(min(WIDTH, scores.shape[1]))
+        tokens = tokens if vocabulary is None else vocabulary[tokens]
         return tokens, (top - scores.logsumexp(-1, keepdim=True)).exp()
     top, tokens = scores.topk(min(NUM_NOISED, scores.shape[1]))
+    tokens = tokens if vocabulary is None else vocabulary[tokens]
     warm = selection.temperature[:, None]
     noise = gumbel(selection.keys[selection.key_of][:, None], tokens)
     noised = torch.where(warm > 0, top / torch.where(warm > 0, warm, 1.0) + noise, top)

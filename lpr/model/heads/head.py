@@ -17,6 +17,10 @@ class DraftHead(nn.Module):
 
     hidden_first: bool
     layer: int
+    vocabulary: Tensor | None
+    """int64 [V'], ids of the tokens that it guesses, ascending; None: all."""
+    lm_head: nn.Linear | None
+    """The rows of the model's output head for `vocabulary`; None: the model's own is used."""
 
     def __init__(
         self,
@@ -26,11 +30,15 @@ class DraftHead(nn.Module):
         join: nn.Module,
         hidden_first: bool,
         num_layers: int,
+        vocabulary: Tensor | None = None,
+        lm_head: nn.Linear | None = None,
     ) -> None:
         """A head whose `block` is the model's decoder with one layer, and without embeddings."""
         super().__init__()
         self.block, self.embedding_norm, self.hidden_norm, self.join = block, embedding_norm, hidden_norm, join
+        self.lm_head = lm_head
         self.hidden_first, self.layer = hidden_first, num_layers
+        self.register_buffer("vocabulary", vocabulary)
         module: Any
         for module in block.modules():
             if hasattr(module, "layer_idx"):

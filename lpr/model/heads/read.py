@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from lpr.config import InputError, first_line
-from lpr.model.heads.forms import KNOWN, Form, form_of
+from lpr.model.heads.forms import DRAFT_VOCABULARY, KNOWN, Form, form_of
 from lpr.model.heads.head import DraftHead
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,10 @@ def make_head(model: PreTrainedModel, form: Form, tensors: dict[str, torch.Tenso
     config: Any = copy.deepcopy(model.config.get_text_config(decoder=True))
     for name, value in _one_layer(config).items():
         setattr(config, name, value)
+    tensors = dict(tensors)
+    vocabulary, lm_head = tensors.pop(DRAFT_VOCABULARY, None), None
+    if vocabulary is not None:
+        vocabulary, lm_head = vocabulary.long(), _rows_of(model.get_output_embeddings(), vocabulary.long())
     own = {form.embedding_norm, form.hidden_norm, form.join, form.final_norm}
     own_keys = {f"{name}.weight" for name in own}
     absent = own_keys - set(tensors)
@@ -80,7 +84,7 @@ def make_head(model: PreTrainedModel, form: Form, tensors: dict[str, torch.Tenso
     join = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False, dtype=model.dtype)
     join.weight = nn.Parameter(tensors[f"{form.join}.weight"].to(model.dtype), requires_grad=False)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    head = DraftHead(block, embedding_norm, hidden_norm, join, form.hidden_first, num_layers)
+    head = DraftHead(block, embedding_norm, hidden_norm, join, form.hidden_first, num_layers, vocabulary, lm_head)
     return head.to(model.device).eval()
 
 
@@ -96,6 +100,18 @@ def _one_layer(config: Any) -> dict[str, Any]:
     if getattr(config, "mlp_only_layers", None):
         changes["mlp_only_layers"] = []
     return changes
+
+
+def _rows_of(lm_head: Any, vocabulary: torch.Tensor) -> nn.Linear:
+    """The output head of the tokens `vocabulary` alone; raises InputError for tokens that the model does not have."""
+    num_tokens, size = lm_head.weight.shape
+    if vocabulary.ndim != 1 or not len(vocabulary) or not 0 <= vocabulary.min() <= vocabulary.max() < num_tokens:
+        raise InputError("its draft vocabulary is not the model's")
+    made = nn.Linear(size, len(vocabulary), bias=lm_head.bias is not None, device="meta")
+    for name in ("weight", "bias"):
+        if (whole := getattr(lm_head, name)) is not None:
+            setattr(made, name, nn.Parameter(whole.detach()[vocabulary.to(whole.device)], requires_grad=False))
+    return made
 
 
 def _norm_like(norm: nn.Module, weight: torch.Tensor) -> nn.Module:
