@@ -353,6 +353,27 @@ def test_a_wrong_choice_is_named() -> None:
         Engine.from_model(tiny_model(), decode=DecodeConfig(draft_heads="on"))
 
 
+def test_guesses_are_followed_as_far_as_they_are_worth_a_forward(
+    loaded: Loaded, guessed: list[tuple[Chain, HeadDraft]]
+) -> None:
+    pace, outcome = Pace(), SimpleNamespace(concluded=SimpleNamespace(tree=SimpleNamespace(sources=[0]), path=[0]))
+    assert pace.least(3.0) == 0.0, "nothing is known yet"
+    outcome.concluded.emitted = [5, 6]
+    pace.observe([outcome], 12.0, 4.0)  # type: ignore[list-item]
+    assert pace.least(3.0) == pytest.approx(1.0), "a token takes 6 ms, and half of the right guesses lead on"
+    lengths = []
+    for least in (0.0, 100.0):
+        engine = Engine(loaded, DECODE)
+        assert engine.model.guesser is not None
+        engine.model.guesser.least = least
+        guessed.clear()
+        engine.generate(PROMPTS[:1], PARAMS[:1])
+        further = [sum(parent > 0 for parent in draft.parents) for chain, draft in guessed if chain.params]
+        lengths.append(sum(further) / len(further))
+        assert (engine.model.guesser.forward_ms > 0) == (least < 100)
+    assert lengths[0] > lengths[1] == 0
+
+
 def test_a_head_rests_where_it_earns_less_than_it_costs() -> None:
     def outcome(source: Source) -> Any:
         tree = SimpleNamespace(sources=[Source.ROOT, source])

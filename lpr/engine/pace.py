@@ -1,4 +1,4 @@
-"""When a prediction head guesses: only while its part of the accepted tokens is larger than its part of the time.
+"""When a prediction head guesses, and how far: while its part of the accepted tokens exceeds its part of the time.
 
 Each rank decides for its own head, by its own clock: the guesses travel, so ranks need not decide alike. A head that
 rests still follows the text, so that it can go on at any time.
@@ -17,6 +17,8 @@ FIRST_REST, LONGEST_REST = 64, 1024
 """Steps of the first rest, each further one twice as long, and of the longest."""
 MEMORY = 0.97
 """What a step still counts for after the next one."""
+FOLLOWED = 0.5
+"""Part of the right guesses that have a right one among their successors."""
 
 
 class Pace:
@@ -28,6 +30,10 @@ class Pace:
         """True while the head only follows."""
         self._left, self._rest = TRIAL, FIRST_REST
         self._tokens = self._right = self._ms = self._head_ms = 0.0
+
+    def least(self, forward_ms: float) -> float:
+        """The path probabilities whose guesses are worth following, in sum, if that takes `forward_ms`."""
+        return forward_ms * self._tokens / (FOLLOWED * self._ms) if self._ms else 0.0
 
     def observe(self, outcomes: Sequence[Outcome], ms: float, head_ms: float) -> None:
         """Count a step of `ms` milliseconds, of which the head took `head_ms`."""

@@ -175,6 +175,8 @@ class Replica:
             if self.pace is not None:
                 self.pace.observe(*self._timed[1:], self.model.guess_ms)
                 self.model.rests = self.pace.rests
+                if self.model.guesser is not None:
+                    self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)
             self.new_times, self._timed = self.sizer.observe(*self._timed), None
         for request in self.scheduler.running:
             request.write()

@@ -8,6 +8,7 @@ another next token, at its end: a guess may suffer, never a result.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,10 @@ NUM_ENTRIES = BEAM * (DEPTH - 1)
 """Cache rows that guesses need behind a step's path."""
 LEAST = 0.02
 """A guess of a smaller path probability is left out, and below twice that not followed."""
+FORWARD_MEMORY = 0.1
+"""Weight of the latest time of a forward."""
+FADING = 0.99
+"""What is left of that mean when a forward was not worth it: one slow forward is not believed for ever."""
 NUM_NOISED = 256
 """Likeliest tokens among which the sampling noise chooses."""
 
@@ -86,6 +91,11 @@ class _Growing:
 class Guesser:
     """Runs a head with the model's embeddings, output head, attention and cache."""
 
+    least: float = 0.0
+    """Guesses are followed while their path probabilities sum up to this; each depth is a forward of its own."""
+    forward_ms: float = 0.0
+    """Milliseconds of such a forward, the mean of recent ones."""
+
     def __init__(self, adapter: Adapter, head: DraftHead) -> None:
         """Prepare `head` for the model of `adapter`."""
         self.adapter, self.head = adapter, head
@@ -112,18 +122,25 @@ class Guesser:
             each.states = [state[-1]]
         active = [each for each in growing if each.chain.params is not None]
         ends = {id(each): [0] for each in active}
+        began = 0.0
         for depth in range(DEPTH):
             if not active:
                 break
             last = [state for each in active for state in each.states[-len(ends[id(each)]) :]]
             logits = self.lm_head(torch.stack(last))
             self._add(active, ends, logits, depth)
+            if depth:
+                self.forward_ms += FORWARD_MEMORY * ((time.perf_counter() - began) * 1e3 - self.forward_ms)
             if depth == DEPTH - 1:
                 break
             ends = {id(each): self._follow(each, ends[id(each)]) for each in active}
             active = [each for each in active if ends[id(each)]]
             if not active:
                 break
+            if sum(each.paths[end] for each in active for end in ends[id(each)]) < self.least:
+                self.forward_ms *= FADING
+                break
+            began = time.perf_counter()
             states = self._run([each.row() for each in active], [each.inputs() for each in active], cache)
             for each, state in zip(active, states, strict=True):
                 each.states = [each.states[0], *state]
