@@ -5,7 +5,8 @@
 All contestants share one model and complete a prompt in turns of a few steps (benchmarks/race.py); with turns of a
 whole completion, equal engines differed by 10 %. Ratios are of the sums of seconds over all prompts. Traps for the
 promise "never slower than plain decoding": prompts of random tokens and real prompts at temperature 1.5, and a shared
-index that holds a wrong continuation of every pair of tokens to come.
+index that holds a wrong continuation of every pair of tokens to come. Of a model with a prediction head every
+contestant runs with it and without it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,19 @@ class AdaptiveOptions(ManyDataOptions):
     """Temperatures."""
 
 
-def grid(sizes: Sequence[int]) -> dict[str, DecodeConfig]:
-    """Plain, automatic, and every fixed size: trie only, and half of it for the window and its pool."""
+def grid(sizes: Sequence[int], has_head: bool = False) -> dict[str, DecodeConfig]:
+    """Plain, automatic, and every fixed size: trie only, and half of it for the window and its pool.
+
+    If the model `has_head`, all but plain decoding once more without it.
+    """
     decodes = {PLAIN: plain(), AUTO: DecodeConfig(max_batch_size=1)}
     for size in sizes:
         decodes[f"trie {size}"] = DecodeConfig(window_size=0, trie_nodes=size, max_batch_size=1)
         if size >= 32:
             decodes[f"both {size}"] = split_budget("both", size)
+    if has_head:
+        without = {name: replace(each, draft_heads="off") for name, each in decodes.items() if name != PLAIN}
+        decodes |= {f"{name}, no head": each for name, each in without.items()}
     return decodes
 
 
@@ -114,7 +121,8 @@ def measure(options: AdaptiveOptions, console: Console) -> dict[str, Any]:
         for data, prompts in sets.items():
             for temperature in options.temperatures:
                 params = params_for(len(prompts), options.max_new_tokens, temperature, ignore_eos=True)
-                race = run_race(contestants(model, grid(options.sizes)), prompts, params, advance)
+                decodes = grid(options.sizes, model.loaded.head is not None)
+                race = run_race(contestants(model, decodes), prompts, params, advance)
                 races.append(summary(data, temperature, race))
     cases = traps(model, next(iter(sets.values())), options.max_new_tokens)
     return {"races": races, "traps": cases, "max_new_tokens": options.max_new_tokens}
@@ -124,7 +132,7 @@ def summary(data: str, temperature: float, race: Race) -> dict[str, Any]:
     """A race in numbers: automatic sizes against the best fixed one."""
     found = figures(race)
     speed = {each["name"]: each["tokens_per_second"] for each in found["results"]}
-    best = max((name for name in speed if name not in (PLAIN, AUTO)), key=speed.__getitem__)
+    best = max((name for name in speed if not name.startswith((PLAIN, AUTO))), key=speed.__getitem__)
     return {
         "data": data,
         "temperature": temperature,

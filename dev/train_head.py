@@ -52,6 +52,12 @@ KINDS = (0.0, 0.8, 0.8, 1.0)
 """Temperatures of the texts after one prompt."""
 TOGETHER = 32
 """Texts written at a time: more rows make a product cheaper for each."""
+READ = -1
+"""Seed of texts that the model has not written."""
+WRITTEN_WEIGHT = 3.0
+"""How often a text that the model has written is chosen, for one that it has read."""
+MOST_HELD_OUT = 10
+"""Prompts whose texts are held out."""
 PROMPT_PART = 0.25
 """Part of the prompts' tokens that counts as the written ones do."""
 MOST_COMPARED = 2048
@@ -189,10 +195,11 @@ def batches_of(model: PreTrainedModel, texts: Sequence[Text], size: int, length:
     generator = torch.Generator().manual_seed(seed)
     vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,index,arg-type]
     common = commonest(texts, vocab_size, MOST_COMPARED)
+    weights = torch.tensor([1.0 if text.seed == READ else WRITTEN_WEIGHT for text in texts])
     while True:
         ids, mask = torch.zeros(size, length, dtype=torch.long), torch.zeros(size, length, dtype=torch.bool)
         hidden = torch.zeros(size, length, texts[0].states.shape[1])
-        for row, choice in enumerate(torch.randint(len(texts), (size,), generator=generator).tolist()):
+        for row, choice in enumerate(torch.multinomial(weights, size, True, generator=generator).tolist()):
             text = texts[choice]
             middle = (text.num_prompt + len(text.ids)) // 2
             end = int(torch.randint(middle, len(text.ids) + 1, (1,), generator=generator))
@@ -237,7 +244,8 @@ def read_answers(model: PreTrainedModel, asked: Sequence[tuple[list[int], list[i
         ids = torch.tensor((prompt + answer)[: MOST_TOKENS // 2])
         if len(ids) < len(prompt) + 16:
             continue
-        found.append(Text(ids, len(prompt), decoder(input_ids=ids[None]).last_hidden_state[0].half()))
+        states = decoder(input_ids=ids[None]).last_hidden_state[0].half()
+        found.append(Text(ids, len(prompt), states, seed=READ))
         num_tokens -= len(ids)
         if num_tokens < 0:
             break
@@ -369,7 +377,7 @@ def main() -> None:
     head = make_head(model, DEEPSEEK, tensors)
     limit, vocab_size = given.draft_vocabulary, model.config.vocab_size
     vocabulary = commonest(texts, vocab_size, limit) if 0 < limit < vocab_size else None
-    num_held_out = len(KINDS) * max(1, len(texts) // (20 * len(KINDS)))
+    num_held_out = len(KINDS) * min(MOST_HELD_OUT, max(1, len(texts) // (20 * len(KINDS))))
     held_out = next(batches_of(model, texts[-num_held_out:], given.batch, given.length, 1))
     held_out.tokens, held_out.rest = torch.arange(model.config.vocab_size), torch.zeros(())  # all of them
     stopped: list[int] = []
