@@ -25,13 +25,13 @@ from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel
 from lpr.model.step_inputs import Row
 
-NUM_GUESSES = 24
+NUM_GUESSES = 48
 """Most guesses after a path."""
-DEPTH, WIDTH, BEAM = 4, 4, 3
+DEPTH, WIDTH, BEAM = 5, 6, 6
 """Tokens ahead; guesses after one entry; entries of a depth that are followed."""
 NUM_ENTRIES = BEAM * (DEPTH - 1)
 """Cache rows that guesses need behind a step's path."""
-LEAST = 0.02
+LEAST = 0.008
 """A guess of a smaller path probability is left out, and below twice that not followed."""
 FORWARD_MEMORY = 0.1
 """Weight of the latest time of a forward."""
