@@ -37,7 +37,7 @@ class OneModel:
 
 def load_model(options: ModelOptions) -> OneModel:
     """The model of `--model`, `--dtype`, `--device` and `--exact`."""
-    loaded = load(str(options.model or bundled_model()), options.dtype, options.device)
+    loaded = load(str(options.model or bundled_model()), options.dtype, options.device, with_head=True)
     return OneModel(loaded, EngineOptions(dtype=options.dtype, device=options.device, exact=options.exact))
 
 

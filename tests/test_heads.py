@@ -25,9 +25,8 @@ from dev.train_head import Text, batches_of, first_tensors, read_answers, save, 
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.heads import HeadDraft, read_block
-from lpr.core.tree import Source
 from lpr.engine.options import EngineOptions
-from lpr.engine.pace import FIRST_REST, TRIAL, Pace
+from lpr.engine.pace import FIRST_STAY, TRIAL, Pace
 from lpr.model.heads.forms import DEEPSEEK, MIMO, QWEN, Form
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.heads.head import DraftHead
@@ -359,7 +358,7 @@ def test_guesses_are_followed_as_far_as_they_are_worth_a_forward(
     pace, outcome = Pace(), SimpleNamespace(concluded=SimpleNamespace(tree=SimpleNamespace(sources=[0]), path=[0]))
     assert pace.least(3.0) == 0.0, "nothing is known yet"
     outcome.concluded.emitted = [5, 6]
-    pace.observe([outcome], 12.0, 4.0)  # type: ignore[list-item]
+    pace.observe([outcome], 12.0)  # type: ignore[list-item]
     assert pace.least(3.0) == pytest.approx(1.0), "a token takes 6 ms, and half of the right guesses lead on"
     lengths = []
     for least in (0.0, 100.0):
@@ -374,23 +373,22 @@ def test_guesses_are_followed_as_far_as_they_are_worth_a_forward(
     assert lengths[0] > lengths[1] == 0
 
 
-def test_a_head_rests_where_it_earns_less_than_it_costs() -> None:
-    def outcome(source: Source) -> Any:
-        tree = SimpleNamespace(sources=[Source.ROOT, source])
-        return SimpleNamespace(concluded=SimpleNamespace(tree=tree, path=[0, 1], emitted=[5, 6]))
+def test_a_head_rests_where_steps_without_it_are_faster() -> None:
+    """Credited tokens would tell otherwise: the text may have proposed them too."""
 
-    def steps_until(rests: bool) -> int:
-        for step in range(1, 1000):
-            pace.observe([outcome(Source.TRIE)], 10.0, 4.0)
+    def steps_until(rests: bool, with_guesses: tuple[int, float], without: tuple[int, float]) -> int:
+        for step in range(1, 10_000):
+            tokens, ms = without if pace.rests else with_guesses
+            pace.observe([SimpleNamespace(concluded=SimpleNamespace(emitted=[5] * tokens))], ms)  # type: ignore[list-item]
             if pace.rests is rests:
                 return step
         raise AssertionError
 
-    pace = Pace()
-    for _ in range(2 * TRIAL):
-        pace.observe([outcome(Source.HEAD)], 10.0, 4.0)  # half of the tokens for four tenths of the time
-    assert not pace.rests
-    assert steps_until(True) < TRIAL
-    assert steps_until(False) == FIRST_REST
-    assert steps_until(True) == TRIAL
-    assert steps_until(False) == 2 * FIRST_REST
+    pace, slower, faster, plain = Pace(), (4, 90.0), (4, 50.0), (3, 60.0)
+    assert steps_until(True, slower, plain) == TRIAL
+    for stay in (FIRST_STAY, 2 * FIRST_STAY, 4 * FIRST_STAY):
+        assert steps_until(False, slower, plain) == stay + TRIAL * (stay == FIRST_STAY), "tried again, ever more rarely"
+        assert steps_until(True, slower, plain) == TRIAL
+    steps_until(False, faster, plain)
+    assert steps_until(True, faster, plain) > TRIAL, "guesses pay now, and go on"
+    assert steps_until(False, faster, plain) == TRIAL

@@ -173,7 +173,7 @@ class Replica:
         """Finish what the last step left, while the device works: nothing that decides what comes next."""
         if self._timed is not None:
             if self.pace is not None:
-                self.pace.observe(*self._timed[1:], self.model.guess_ms)
+                self.pace.observe(*self._timed[1:])
                 self.model.rests = self.pace.rests
                 if self.model.guesser is not None:
                     self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)

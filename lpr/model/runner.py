@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,8 +79,6 @@ class TreeModel:
         """Captured steps through torch.compile, once `compile` is called."""
         self.guesser: Guesser | None = None
         """Runs the model's prediction head, once `use_head` has found that it works."""
-        self.guess_ms = 0.0
-        """Milliseconds of the last guesses."""
         self.rests = False
         """True while the head follows the text and guesses nothing."""
         self.cache: KVCache | None = None
@@ -135,10 +132,7 @@ class TreeModel:
     def guess(self, chains: Sequence[Chain]) -> list[HeadDraft]:
         """Let the head follow `chains` of the last step's rows, and guess what comes after them."""
         assert self.guesser is not None and self.forward is not None and self.cache is not None
-        began = time.perf_counter()
-        found = self.guesser.guess(chains, self.forward.hidden, self.cache)
-        self.guess_ms = (time.perf_counter() - began) * 1e3
-        return found
+        return self.guesser.guess(chains, self.forward.hidden, self.cache)
 
     def free_bytes(self, num_sharing: int) -> int | None:
         """Bytes for the cache on this rank's device, which `num_sharing` ranks share; None: unknown."""
