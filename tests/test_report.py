@@ -27,6 +27,7 @@ from benchmarks.report import plots
 from benchmarks.report.page import SECTIONS, Report, Result
 from benchmarks.report.parts import Bars, Lines, failures
 from benchmarks.report.steps import SOURCES
+from lpr.core.tree import Source
 
 Json = dict[str, Any]
 CIRCUMSTANCES = {
@@ -110,6 +111,10 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
 
 def text_of(html: str) -> str:
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
+
+
+def test_every_source_of_nodes_has_a_name() -> None:
+    assert set(SOURCES) == {source.name.lower() for source in Source} - {"root"}
 
 
 def test_every_section_is_there_with_its_numbers(made: Path) -> None:

@@ -31,6 +31,8 @@ SOURCES = {
     "pool": "n-gram pool",
     "window": "window",
     "recycled": "recycled",
+    "prediction": "prediction",
+    "head": "prediction head",
 }
 LOOPING = optional("{looping_outputs:.0%}")
 LIMIT: dict[str, Column] = {
