@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--writing-minutes", type=float, default=30, help="of writing texts")
     parser.add_argument("--answer-tokens", type=int, default=100_000, help="of the data sets' own answers")
     parser.add_argument("--new-tokens", type=int, default=160)
-    parser.add_argument("--draft-vocabulary", type=int, default=8192, help="tokens that may be guessed; 0: all")
+    parser.add_argument("--draft-vocabulary", type=int, default=16384, help="tokens that may be guessed; 0: all")
     parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
