@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lpr.model.cpu.memory import LEAST_BYTES, zeros
+from lpr.model.cpu.memory import LEAST_BYTES, settle, zeros
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is torch.zeros")
 ROWS = 4 * LEAST_BYTES // 4096
@@ -35,6 +35,13 @@ def test_pages_are_taken_while_others_write() -> None:
     assert wait_until(lambda: resident_bytes() - before > 0.95 * found.nbytes)
     assert float(found[7].sum()) == 3.0 * 1024 and float(found[-1].sum()) == 4.0 * 1024
     assert int(found.count_nonzero()) == 2 * 1024
+
+
+def test_free_memory_is_told_after_what_is_being_taken() -> None:
+    before = resident_bytes()
+    found = zeros((ROWS, 1024), torch.float32)
+    settle()
+    assert resident_bytes() - before > 0.95 * found.nbytes
 
 
 def test_a_dropped_tensor_gives_its_memory_back() -> None:

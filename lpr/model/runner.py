@@ -15,6 +15,7 @@ from lpr.core.heads import HeadDraft
 from lpr.model.adapter import Adapter, ShareHeights
 from lpr.model.capture import Capturer, CudaCapturer, uncapturable
 from lpr.model.compiled import CompiledForward
+from lpr.model.cpu.memory import settle
 from lpr.model.forward import EagerForward
 from lpr.model.graphs import MOST_COMMON, GraphForward
 from lpr.model.heads.guesses import Chain, Guesser
@@ -136,6 +137,7 @@ class TreeModel:
 
     def free_bytes(self, num_sharing: int) -> int | None:
         """Bytes for the cache on this rank's device, which `num_sharing` ranks share; None: unknown."""
+        settle()
         free = free_bytes(self.device)
         # The present cache makes room for the new one.
         return None if free is None else free // num_sharing + (self.cache.num_bytes if self.cache is not None else 0)

@@ -22,6 +22,9 @@ LEAST_BYTES = 64 << 20
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14: pages are taken and their contents stay, so writers may be ahead. An older kernel
 refuses it, and takes pages when they are first used."""
+LONGEST_WAIT = 30.0
+"""Seconds for one tensor."""
+_NAME = "lpr memory"
 _PIECE = 32 << 20
 """Bytes that are taken in one call. A tensor that is dropped stops its thread at the next one."""
 
@@ -34,8 +37,15 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     area = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     flat = torch.frombuffer(area, dtype=dtype)
     args = (weakref.ref(area), flat.data_ptr(), num_bytes)
-    threading.Thread(target=_take, args=args, name="lpr memory", daemon=True).start()
+    threading.Thread(target=_take, args=args, name=_NAME, daemon=True).start()
     return flat.view(*shape)
+
+
+def settle() -> None:
+    """Wait until the pages of all tensors are taken: before that the system counts them as free."""
+    for thread in threading.enumerate():
+        if thread.name == _NAME:
+            thread.join(LONGEST_WAIT)
 
 
 def _take(area: weakref.ref[mmap.mmap], address: int, num_bytes: int) -> None:
