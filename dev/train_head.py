@@ -15,6 +15,7 @@ finds it there. `--resume` goes on from it. SIGTERM ends the training and writes
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -140,7 +141,7 @@ def losses(
 ) -> tuple[list[Tensor], list[float]]:
     """Per token ahead the mean divergence of a batch where its mask is true, and the share of equal argmax."""
     weight: Tensor = model.get_output_embeddings().weight[batch.tokens]  # type: ignore[index]
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         wanted = (batch.hidden[batch.mask] @ weight.T + batch.rest).log_softmax(-1)
         embeddings = model.get_input_embeddings()(batch.ids)
     found, equal, state, length = [], [], batch.hidden, batch.ids.shape[1]
@@ -164,8 +165,9 @@ def train(
     progress: Any,
     learning_rate: float = 1e-3,
     report: Any = lambda step, found, equal: None,
+    half: bool = False,
 ) -> None:
-    """Train until `progress()` is 1; `report` hears of each step."""
+    """Train until `progress()` is 1; `report` hears of each step. With `half`, products are in bfloat16."""
     model.requires_grad_(False)
     head.train().requires_grad_(True)
     optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -174,7 +176,8 @@ def train(
         rate = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * rate
-        found, equal = losses(model, head, next(batches), sum(done >= begin for begin in AHEAD_FROM))
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            found, equal = losses(model, head, next(batches), sum(done >= begin for begin in AHEAD_FROM))
         optimizer.zero_grad()
         torch.stack([each * weight for each, weight in zip(found, weights, strict=False)]).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -352,6 +355,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--save-minutes", type=float, default=5)
+    parser.add_argument("--bfloat16", action="store_true", help="multiply in bfloat16: faster with AVX-512 BF16 or AMX")
     parser.add_argument("--resume", action="store_true", help="begin with the file that --out names")
     given = parser.parse_args()
     transformers_logging.disable_progress_bar()
@@ -364,8 +368,9 @@ def main() -> None:
         read = asked + [prompt for name in given.answers for prompt in prompts_of(name, tokenizer)]
         random.Random(0).shuffle(asked)
         random.Random(0).shuffle(read)
-        answers = read_answers(model, read, given.answer_tokens)
-        written = write_texts(model, [prompt for prompt, _ in asked], given.new_tokens, given.writing_minutes)
+        writer = copy.deepcopy(model).bfloat16() if given.bfloat16 else model
+        answers = read_answers(writer, read, given.answer_tokens)
+        written = write_texts(writer, [prompt for prompt, _ in asked], given.new_tokens, given.writing_minutes)
         keep_texts(answers + written, kept)
     texts = kept_texts(kept)
     stored_as = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto").dtype
@@ -404,7 +409,7 @@ def main() -> None:
             save(head, out, stored_as, vocabulary)
 
     batches = batches_of(model, texts[:-num_held_out], given.batch, given.length, 0)
-    train(model, head, batches, progress, given.learning_rate, report)
+    train(model, head, batches, progress, given.learning_rate, report, given.bfloat16)
     save(head, out, stored_as, vocabulary)
 
 

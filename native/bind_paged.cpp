@@ -32,13 +32,14 @@ auto choose_kernel() {
 }
 
 // A step's trees, and what its layers share.
-class PagedAttention {
+class PagedAttention final : public PageReader {
  public:
   PagedAttention(PagedStep step) : step_(std::move(step)) {}
 
   const PagedStep& step() const { return step_; }
 
-  void attend(const LayerCall& call) {
+  void attend(const LayerCall& call, bool exact) override {
+    if (exact) return attend_exactly(step_, call);
     if (call.group != group_) lay_out(call.group);
     items_.clear();
     size_t partial_size = 0, num_open = 0;
@@ -193,6 +194,7 @@ void bind_paged(nb::module_& m) {
             new (self) BoundAttention{tables, PagedAttention(std::move(step))};
           },
           "tables"_a, "page_size"_a, "slots"_a, "num_cached"_a, "entries"_a, "places"_a, "num_threads"_a)
+      .def_prop_ro("reader", [](BoundAttention& self) { return reinterpret_cast<uintptr_t>(static_cast<PageReader*>(&self.attention)); })
       .def("lay_out", &lay_out, "batch"_a, "num_tokens"_a, "spare_row"_a)
       .def(
           "attend",
@@ -205,7 +207,7 @@ void bind_paged(nb::module_& m) {
                            key_strides.first, key_strides.second, value_strides.first, value_strides.second,
                            kv_heads, num_heads / kv_heads, dim, value_dim, is_half, scale, softcap, {window, chunk},
                            reinterpret_cast<const float*>(sinks)};
-            exact ? attend_exactly(self.attention.step(), call) : self.attention.attend(call);
+            self.attention.attend(call, exact);
           },
           "is_half"_a, "query"_a, "query_strides"_a, "key"_a, "key_strides"_a, "value"_a, "value_strides"_a, "out"_a,
           "num_tokens"_a, "num_heads"_a, "kv_heads"_a, "dim"_a, "value_dim"_a, "scale"_a, "softcap"_a, "window"_a,

@@ -47,5 +47,6 @@ void bind_elementwise(nb::module_& m);
 void bind_parallel(nb::module_& m);
 void bind_paged(nb::module_& m);
 void bind_products(nb::module_& m);
+void bind_layer(nb::module_& m);
 
 }  // namespace lpr

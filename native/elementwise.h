@@ -191,6 +191,25 @@ LPR_INLINE void gate_rows(const Gate& gate, int64_t first, int64_t last) {
   }
 }
 
+struct Sum {
+  uintptr_t states, added;  // [rows, width]; the sum takes the place of the first
+  Vectors size;
+};
+
+template <typename T>
+LPR_INLINE void sum_rows(const Sum& sum, int64_t first, int64_t last) {
+  int64_t end = last * sum.size.width;
+  T* states = reinterpret_cast<T*>(sum.states);
+  const T* added = reinterpret_cast<const T*>(sum.added);
+  for (int64_t i = first * sum.size.width; i < end; i += kLanes) {
+    Lanes value, other;
+    load_part(value, states + i, end - i);
+    load_part(other, added + i, end - i);
+    value += other;
+    store_part(states + i, value, end - i);
+  }
+}
+
 // One function per part and processor; `is_half` chooses bfloat16.
 LPR_CLONES inline void run_rows(const Norm& part, bool is_half, int64_t first, int64_t last) {
   is_half ? norm_rows<BFloat>(part, first, last) : norm_rows<float>(part, first, last);
@@ -200,6 +219,9 @@ LPR_CLONES inline void run_rows(const Rotation& part, bool is_half, int64_t firs
 }
 LPR_CLONES inline void run_rows(const Gate& part, bool is_half, int64_t first, int64_t last) {
   is_half ? gate_rows<BFloat>(part, first, last) : gate_rows<float>(part, first, last);
+}
+LPR_CLONES inline void run_rows(const Sum& part, bool is_half, int64_t first, int64_t last) {
+  is_half ? sum_rows<BFloat>(part, first, last) : sum_rows<float>(part, first, last);
 }
 
 constexpr int64_t kValuesPerItem = 1 << 15;  // about 10 us of work: a smaller part is not worth a second thread

@@ -19,6 +19,7 @@ NB_MODULE(_native, m) {
   bind_elementwise(m);
   bind_parallel(m);
   bind_paged(m);
+  bind_layer(m);
   bind_products(m);
 }
 

@@ -91,6 +91,12 @@ struct LayerCall {
   const float* sinks;                              // per head a logit without a value, or null
 };
 
+// The attention of one step, layer by layer: that of bind_paged.cpp, which is compiled with rules of its own.
+struct PageReader {
+  virtual ~PageReader() = default;
+  virtual void attend(const LayerCall& call, bool exact) = 0;
+};
+
 // Exact attention of a step (lpr.model.exact), compiled where no multiplication is fused with an addition.
 void attend_exactly(const PagedStep& step, const LayerCall& call);
 

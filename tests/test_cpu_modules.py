@@ -20,7 +20,9 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.model import loader
 from lpr.model.cpu import decoder_layer, elementwise, modules
 from lpr.model.cpu.accelerate import accelerate
+from lpr.model.cpu.decoder_layer import DecoderLayer
 from lpr.model.cpu.products import Prepacked, PrepackedLinear, can_pack
+from lpr.model.cpu.tiles import can_tile
 from lpr.model.exact import check
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
@@ -112,6 +114,65 @@ def test_a_packed_product_that_changes_with_its_height_is_refused(monkeypatch: p
         self_check(TreeModel(model, exact=True))
 
 
+# A layer as one call.
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+def test_one_call_has_the_bits_of_the_parts(
+    family: str, dtype: torch.dtype, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not (can_pack(dtype) and can_tile(dtype, 2)):
+        pytest.skip(f"this machine allows no tiles of {dtype}")
+    model = tiny_model(family, **FAMILIES[family][0])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    accelerate(model.to(dtype))
+    runner, calls, found = TreeModel(model, exact=exact), [], []
+    in_one_call = DecoderLayer._in_one_call
+
+    def counted(self: DecoderLayer, *args: Any) -> torch.Tensor:
+        calls.append(self)
+        return in_one_call(self, *args)
+
+    monkeypatch.setattr(DecoderLayer, "_in_one_call", counted)
+    if exact:
+        self_check(runner)
+    for whole in (True, False):
+        calls.clear()
+        if not whole:
+            for layer in model.model.layers:
+                object.__setattr__(layer.forward, "whole", None)
+        cache = PagedCache(2, 700)
+        steps = [
+            [Row.chain(0, 0, range(20), 20), Row.chain(1, 0, range(30, 70), 40)],
+            [Row.chain(0, 20, [i % 97 for i in range(500)], 0)],
+            [Row(0, 520, [3, 4, 5], [-1, 0, 0], [520, 521, 521], 3), Row.chain(1, 40, [7, 8], 2)],
+            [Row.chain(0, 521, [9], 1)],
+        ]
+        found.append([runner.adapter.logits(rows, cache) for rows in steps])
+        assert len(calls) == (2 * 3 if whole else 0), "the first step makes the cache's layers"
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_copy_of_a_layer_has_weights_of_its_own() -> None:
+    model = tiny_model()
+    accelerate(model)
+    copied, rows = copy.deepcopy(model), [Row.chain(0, 0, [1, 2, 3], 3)]
+    cache = PagedCache(1, 64)
+    TreeModel(model).adapter.logits(rows, cache)  # makes the cache's layers
+    before = TreeModel(copied).adapter.logits(rows, cache)
+    for layer in copied.model.layers:
+        for pack in (layer.self_attn.q_proj.pack, layer.mlp.down_proj.pack):
+            pack.packed._panels.zero_()
+        assert layer.forward.whole is None or layer.forward.whole is not model.model.layers[0].forward.whole
+    assert torch.equal(TreeModel(model).adapter.logits(rows, cache), before)
+    assert not torch.equal(TreeModel(copied).adapter.logits(rows, cache), before)
+
+
 # Weights.
 
 
@@ -156,15 +217,18 @@ def test_code_that_is_not_known_is_left_as_it_is() -> None:
 # Mutants: what a wrong part does is found by the self-check, and the plain modules take over.
 
 
-@pytest.mark.parametrize("mutant", ["rotate", "norm_heads", "rms_norm", "gate"])
+@pytest.mark.parametrize("mutant", ["_in_one_call", "rotate", "norm_heads", "rms_norm", "gate"])
 def test_a_wrong_part_is_found(
     mutant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model("qwen3", head_dim=16)
     model.model.layers[0].self_attn.q_norm.weight.data.uniform_(0.5, 2)
+    if mutant == "_in_one_call" and native.DecoderLayer is None:
+        pytest.skip("layers are not one call on this machine")
     model.save_pretrained(tmp_path)
     expected = ids(model)
     places: dict[str, tuple[Any, Any]] = {
+        "_in_one_call": (DecoderLayer, lambda self, states, *_: states),
         "rotate": (decoder_layer, lambda *_: None),
         "norm_heads": (decoder_layer, lambda *_: None),
         "rms_norm": (modules, lambda states, weight, *_, added=None: states * weight),
@@ -174,7 +238,8 @@ def test_a_wrong_part_is_found(
     monkeypatch.setattr(where, mutant, wrong)
     with caplog.at_level(logging.WARNING):
         engine = Engine.from_pretrained(str(tmp_path), decode=TREES, dtype="float32", device="cpu")
-    assert "the faster modules do not fit this model" in caplog.text
+    found = "attention='native' does not work here" if mutant == "_in_one_call" else "the faster modules do not fit"
+    assert found in caplog.text
     assert [each.token_ids for each in engine.generate(PROMPTS, PARAMS)] == expected
 
 

@@ -1,4 +1,4 @@
-"""A decoder layer of Llama's structure in four matrix products, one call of attention, and C++ between them.
+"""A decoder layer of Llama's structure in C++: one call, or where it has parts of its own, product by product.
 
 Covers the classes of transformers whose source is one of the forms below, whatever their names: Llama, SmolLM, Mistral,
 Qwen 2 and 3, Granite, Gemma and others, and with their own experts Mixtral and Qwen 3 MoE.
@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lpr import native
 from lpr.model.cpu.elementwise import norm_heads, rotate
-from lpr.model.cpu.modules import Norm, OwnForward, in_step, mlp_of, norm_of, pack_of
+from lpr.model.cpu.modules import GatedMlp, Norm, OwnForward, in_step, mlp_of, norm_of, pack_of
 from lpr.model.cpu.products import Prepacked
 from lpr.model.cpu.source import fingerprint
+from lpr.model.cpu.tiles import Tiles
+from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS
+from lpr.model.kernels.native_attention import LayerRule
 from lpr.model.kv_cache import cache_argument
+from lpr.model.step_inputs import StepInputs, current_step
+from lpr.model.threads import team_size
 
+_NATIVE = (KERNELS["native"], EXACT_KERNELS["native"])
 _LAYERS = {
     *("71b701065cc15a6b", "8e2900e6108aca19", "db041ea3d0115ca2"),  # transformers up to 5.23
     *("ae4f75f20f7997b6", "d7b491a24b805ade", "c5f70c0eede5b43b"),  # since 5.24
@@ -42,6 +50,7 @@ class DecoderLayer:
     cache_argument: str
     attention: Any
     mlp: Callable[[Tensor], Tensor]
+    """The module, or what computes it (GatedMlp)."""
     norms: tuple[Norm, Norm]
     """Before attention and before the MLP."""
     head_norms: tuple[Norm, Norm] | None
@@ -50,6 +59,15 @@ class DecoderLayer:
     out: Prepacked
     multiplier: float
     """Of what attention and MLP add to the residual."""
+    whole: Any = field(init=False)
+    """The same layer as one call (native.DecoderLayer); None if it is not of known parts alone."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "whole", _whole(self))
+
+    def __reduce__(self) -> tuple[type[DecoderLayer], tuple[Any, ...]]:
+        """A copy has weights of its own, so its one call is made anew."""
+        return DecoderLayer, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     def __call__(
         self,
@@ -69,16 +87,41 @@ class DecoderLayer:
             found: Tensor = self.plain(hidden_states, position_embeddings=position_embeddings, **kwargs)
             return found
         attention = self.attention
+        step, sides = current_step(), cache.layer_tensors.get(attention.layer_idx)
+        name = attention.config._attn_implementation
+        if self.whole is not None and sides and name in _NATIVE and isinstance(attention_mask, LayerRule):
+            assert step is not None and step.pages is not None
+            return self._in_one_call(hidden_states.contiguous(), position_embeddings, sides, step, attention_mask)
         states = self.qkv.multiply(self.norms[0].of(hidden_states.contiguous()))
         queries, keys, values = self._heads(states, *position_embeddings)
         keys, values = cache.update(keys, values, attention.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+        attend = ALL_ATTENTION_FUNCTIONS[name]
         mixed, _ = attend(
             attention, queries, keys, values, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs
         )
         residual = self._scaled(self.out.multiply(mixed.flatten(2)))
         normed = self.norms[1].of(residual, added=hidden_states)
-        return residual.add_(self._scaled(self.mlp(normed)))
+        added = self.mlp.of(normed) if isinstance(self.mlp, GatedMlp) else self.mlp(normed)
+        return residual.add_(self._scaled(added))
+
+    def _in_one_call(
+        self,
+        states: Tensor,
+        embeddings: tuple[Tensor, Tensor],
+        sides: tuple[Tensor, Tensor],
+        step: StepInputs,
+        rule: LayerRule,
+    ) -> Tensor:
+        """The layer's output for `states` [R, N, H]; `sides` are the cache's keys and values [rows, H, D]."""
+        result, (keys, values) = torch.empty_like(states), sides
+        cosines, sines = (each.expand(len(states), -1, -1).contiguous() for each in embeddings)
+        self.whole.run(
+            step.pages.reader, self.attention.config._attn_implementation in EXACT_KERNELS.values(),
+            states.data_ptr(), result.data_ptr(), cosines.data_ptr(), sines.data_ptr(), *states.shape[:2],
+            keys.data_ptr(), (keys.stride(1), keys.stride(0)), values.data_ptr(), (values.stride(1), values.stride(0)),
+            step.write_rows.data_ptr(), rule.window or 0, rule.chunk or 0, team_size(),
+        )  # fmt: skip
+        return result
 
     def _heads(self, states: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values [R, H, N, D] of their product `states` [R, N, sum of H * D], in place."""
@@ -114,7 +157,6 @@ def layer_of(module: Any) -> DecoderLayer | None:
     found = [norm for norm in (*norms, *(head_norms or ())) if norm is not None]
     if {norm.weight.dtype for norm in found} != {qkv.dtype}:
         return None
-    known = mlp_of(mlp)
     multiplier = float(getattr(module, "residual_multiplier", 1.0))
     argument = cache_argument(type(module).forward)
     assert argument is not None
@@ -122,13 +164,30 @@ def layer_of(module: Any) -> DecoderLayer | None:
         OwnForward(module),
         argument,
         attention,
-        known.of if known is not None else mlp,
+        mlp_of(mlp) or mlp,
         (found[0], found[1]),
         (found[2], found[3]) if has_head_norms else None,
         qkv,
         out,
         multiplier,
     )
+
+
+def _whole(layer: DecoderLayer) -> Any:
+    """`layer` as one call; None if it is not of products in panels, or scales what it adds."""
+    attention, mlp, (queries, keys, values) = layer.attention, layer.mlp, layer.qkv.sizes
+    if native.DecoderLayer is None or not isinstance(mlp, GatedMlp) or layer.multiplier != 1:
+        return None
+    dim, addresses = attention.head_dim, []
+    for pack in (layer.qkv, layer.out, mlp.gate_up, mlp.down):
+        if isinstance(pack.packed, Tiles):
+            addresses.append(pack.packed.address(pack.bias))
+    if len(addresses) < 4 or keys != values or queries % dim or keys % dim:
+        return None
+    all_norms = *layer.norms, *(layer.head_norms or ())
+    norms = [(each.weight.data_ptr(), each.epsilon, each.weighing) for each in all_norms]
+    how = queries // dim, keys // dim, dim, mlp.activation, attention.scaling
+    return native.DecoderLayer(layer.qkv.dtype is torch.bfloat16, *addresses, norms, *how)
 
 
 def _is_changed(*modules: nn.Module) -> bool:

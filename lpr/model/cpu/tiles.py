@@ -14,16 +14,18 @@ from lpr import native
 from lpr.model.threads import team_size
 
 PANEL = 32
+DEPTH = 32
+"""Inputs that a core's matrix unit multiplies at a time."""
 _ALONE = 1 << 18
 """Multiplications up to which a product runs on the calling thread."""
 
 
 def can_tile(dtype: torch.dtype, num_inputs: int) -> bool:
-    """True if the processor has the instructions; where it has tiles for bfloat16 itself (AMX), oneDNN is faster."""
+    """True if the processor has the instructions."""
     if native.can_tile is None or dtype not in (torch.float32, torch.bfloat16):
         return False
     is_half = dtype is torch.bfloat16
-    return native.can_tile(is_half) and not (is_half and (num_inputs % 2 or torch.cpu._is_amx_tile_supported()))
+    return native.can_tile(is_half) and not (is_half and num_inputs % 2)
 
 
 class Tiles:
@@ -34,12 +36,18 @@ class Tiles:
         self.num_outputs, self.num_inputs = weight.shape
         self.dtype = weight.dtype
         self._together = 2 if weight.dtype is torch.bfloat16 else 1
-        whole = F.pad(weight, (0, 0, 0, -self.num_outputs % PANEL)).view(-1, PANEL, self.num_inputs)
+        assert native.can_use_amx is not None
+        more = -self.num_inputs % DEPTH if weight.dtype is torch.bfloat16 and native.can_use_amx() else 0
+        whole = F.pad(weight, (0, more, 0, -self.num_outputs % PANEL)).view(-1, PANEL, self.num_inputs + more)
         self._panels = whole.unflatten(2, (-1, self._together)).transpose(1, 2).contiguous()
 
     def to_dense(self) -> Tensor:
         """A copy of the weight [outputs, inputs]."""
-        return self._panels.transpose(1, 2).reshape(-1, self.num_inputs)[: self.num_outputs]
+        return self._panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_outputs, : self.num_inputs].contiguous()
+
+    def address(self, bias: Tensor | None) -> tuple[int, int, int, int]:
+        """For native.DecoderLayer: where weight and `bias` (float32) lie, and the numbers of outputs and inputs."""
+        return self._panels.data_ptr(), 0 if bias is None else bias.data_ptr(), self.num_outputs, self.num_inputs
 
     def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
