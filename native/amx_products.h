@@ -6,48 +6,19 @@
 // number of rows, so one row has the same bits as many.
 #pragma once
 
+#include <vector>
+
+#include "amx.h"
 #include "products.h"
 
 #ifdef LPR_HAS_TILES
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <vector>
-
-#define LPR_AMX __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")))
 
 namespace lpr {
 
-constexpr int64_t kTileRows = 16;
-constexpr int64_t kTileInputs = 32;
-constexpr int64_t kTileBytes = 1024;                    // of a tile of rows: [16][32] bfloat16
 constexpr int64_t kWeightBytes = 2 * kTileBytes;        // of a panel's weights for as many inputs
 constexpr int64_t kWeightsAhead = 4 * kWeightBytes;     // that are fetched ahead
 constexpr int64_t kFewTiles = 4;                        // of rows, which one thread copies
 constexpr int64_t kRowsTogether = 256;                  // that stay in a core's cache
-
-// Asks the kernel for the tiles' registers, once for the process; false where the processor or the kernel has none.
-inline bool can_use_amx() {
-  static const bool can = [] {
-    unsigned a, b, c, d;
-    if (!can_tile(true) || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 1) == 0 || (d >> 24 & 1) == 0) return false;
-#if defined(__linux__) && defined(SYS_arch_prctl)
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-    return false;
-#endif
-  }();
-  return can;
-}
-
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start_row = 0, unused[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-inline const TileShapes kTileShapes;
 
 // Sums [M][2][16][16] of M tiles of rows, `stride` bytes apart, and a panel of weights.
 template <int M, bool kFetches>
@@ -100,8 +71,8 @@ LPR_AMX inline void write_sums(const Product& product, const float* sums, int64_
 // Panels first..last-1 of outputs for the tiles of rows begin..end-1.
 LPR_AMX inline void multiply_panels(const Product& product, const char* tiles, int64_t depth, int64_t begin, int64_t end,
                                     int64_t first, int64_t last) {
-  asm volatile("" ::: "memory");  // GCC does not tell its optimiser what tiles read
-  _tile_loadconfig(&kTileShapes);
+  see_memory();
+  begin_tiles();
   alignas(64) float sums[1024];
   int64_t stride = depth * kTileBytes;
   for (int64_t tile = begin; tile < end; tile += 2) {

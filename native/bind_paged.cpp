@@ -3,6 +3,7 @@
 #pragma GCC optimize("fp-contract=fast")  // here multiplications may be fused with additions
 #endif
 #include "bindings.h"
+#include "amx_attention.h"
 #include "paged_attention.h"
 
 namespace lpr {
@@ -56,7 +57,11 @@ class PagedAttention final : public PageReader {
         at += part_size(item, call) * item.num_parts;
       }
     }
-    static const auto kernel = choose_kernel();
+    static const auto any_kernel = choose_kernel();
+    auto kernel = any_kernel;
+#ifdef LPR_HAS_AMX
+    if (fits_amx(step_, call) && can_use_amx()) kernel = attend_item_by_tiles;
+#endif
     parallel_for(static_cast<int64_t>(items_.size()), step_.num_threads, [&](int64_t index, int) {
       static thread_local Scratch scratch;
       kernel(step_, call, items_[index], scratch);

@@ -294,6 +294,38 @@ LPR_INLINE void combine(const Item& item, const LayerCall& call, int value_strid
   finish(item, call, top, total, sums, value_stride);
 }
 
+// Sets up the lanes of an item, padded to whole vectors; `put_query` gets each real lane and its query.
+template <class PutQuery>
+LPR_INLINE void begin_lanes(const Item& item, const LayerCall& call, LaneState& lanes, const PutQuery& put_query) {
+  const Sequence& sequence = *item.sequence;
+  int num_lanes = item.count * call.group;
+  lanes.highest_lowest = 0;
+  for (int lane = 0; lane < vectors_of(num_lanes) * kLanes; lane++) {
+    int entry = item.first + std::min(lane, num_lanes - 1) / call.group;
+    lanes.entry[lane] = entry;
+    lanes.lowest[lane] = call.rule.lowest(sequence.positions[entry]);
+    lanes.highest_lowest = std::max(lanes.highest_lowest, lanes.lowest[lane]);
+    lanes.top[lane] = kFloor;
+    lanes.total[lane] = 0;
+    if (lane >= num_lanes) continue;
+    int64_t head = item.head * call.group + lane % call.group;
+    int64_t offset = sequence.batch * call.query_batch + head * call.query_head + (sequence.first + entry) * call.query_token;
+    put_query(lane, static_cast<const char*>(at(call.query, call.is_half, offset)));
+  }
+}
+
+// Writes an item's output, or its part, which whoever ends last combines.
+LPR_INLINE void end_item(const Item& item, const LayerCall& call, const LaneState& lanes, float* sums, int value_stride,
+                         int padded) {
+  if (item.num_parts == 1) return finish(item, call, lanes.top, lanes.total, sums, value_stride);
+  size_t sum_size = static_cast<size_t>(padded) * value_stride;
+  float* mine = item.partial + item.part * (sum_size + 2 * static_cast<size_t>(padded));
+  std::copy(sums, sums + sum_size, mine);
+  std::copy(lanes.top, lanes.top + padded, mine + sum_size);
+  std::copy(lanes.total, lanes.total + padded, mine + sum_size + padded);
+  if (item.open->fetch_sub(1, std::memory_order_acq_rel) == 1) combine(item, call, value_stride);
+}
+
 template <class Tile>
 LPR_INLINE void attend_item(const PagedStep& step, const LayerCall& call, const Item& item, Scratch& scratch) {
   const Sequence& sequence = *item.sequence;
@@ -310,24 +342,13 @@ LPR_INLINE void attend_item(const PagedStep& step, const LayerCall& call, const 
   // Queries as [chunk of vectors][dim][lanes of the chunk], scaled.
   std::fill(queries, queries + query_size, 0.0f);
   std::fill(sums, sums + sum_size, 0.0f);
-  lanes.highest_lowest = 0;
-  for (int lane = 0; lane < padded; lane++) {
-    int entry = item.first + std::min(lane, num_lanes - 1) / call.group;
-    lanes.entry[lane] = entry;
-    lanes.lowest[lane] = call.rule.lowest(sequence.positions[entry]);
-    lanes.highest_lowest = std::max(lanes.highest_lowest, lanes.lowest[lane]);
-    lanes.top[lane] = kFloor;
-    lanes.total[lane] = 0;
-    if (lane >= num_lanes) continue;
-    int64_t head = item.head * call.group + lane % call.group;
-    unpack(at(call.query, call.is_half, sequence.batch * call.query_batch + head * call.query_head +
-                                            (sequence.first + entry) * call.query_token),
-           call.is_half, call.dim, call.dim, line);
+  begin_lanes(item, call, lanes, [&](int lane, const char* query) LPR_LAMBDA_INLINE {
+    unpack(query, call.is_half, call.dim, call.dim, line);
     int chunk = lane / (Tile::kVectors * kLanes) * Tile::kVectors;
     int width = std::min(Tile::kVectors, num_vectors - chunk) * kLanes;
     float* to = queries + static_cast<int64_t>(chunk) * kLanes * call.dim + (lane - chunk * kLanes);
     for (int d = 0; d < call.dim; d++) to[static_cast<int64_t>(d) * width] = line[d] * call.scale;
-  }
+  });
   KeyBlock block;
   int item_bytes = call.is_half ? 2 : 4;
   block.key_bytes = call.dim * item_bytes;
@@ -367,15 +388,7 @@ LPR_INLINE void attend_item(const PagedStep& step, const LayerCall& call, const 
       }
     }
   }
-  if (item.num_parts == 1) {
-    finish(item, call, lanes.top, lanes.total, sums, value_stride);
-    return;
-  }
-  float* mine = item.partial + item.part * (sum_size + 2 * static_cast<size_t>(padded));
-  std::copy(sums, sums + sum_size, mine);
-  std::copy(lanes.top, lanes.top + padded, mine + sum_size);
-  std::copy(lanes.total, lanes.total + padded, mine + sum_size + padded);
-  if (item.open->fetch_sub(1, std::memory_order_acq_rel) == 1) combine(item, call, value_stride);
+  end_item(item, call, lanes, sums, value_stride, padded);
 }
 
 }  // namespace lpr

@@ -53,7 +53,7 @@ async def ask_all(url: str, model: str, prompts: Sequence[Sequence[int]], load: 
     """
     answers = [Answer() for _ in prompts]
     waiting = iter(range(len(prompts)))
-    limits = httpx.Limits(max_connections=None)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # llama.cpp closes some that it keeps
     async with httpx.AsyncClient(base_url=url, timeout=load.seconds, limits=limits) as http:
 
         async def person() -> None:
