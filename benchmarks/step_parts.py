@@ -27,12 +27,13 @@ from benchmarks.common import ModelOptions, run_main
 from benchmarks.engines import load_model
 from lpr.model.cpu.accelerate import accelerate
 from lpr.model.cpu.products import Prepacked, PrepackedLinear, can_pack
-from lpr.model.kv_cache import KVCache
+from lpr.model.kernels.native_attention import LayerRule, attend_pages
+from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
-from lpr.model.step_inputs import Row
+from lpr.model.step_inputs import Row, StepInputs
 
 NUM_CANDIDATES = 8
 """Candidates of each node in a step with drafts."""
@@ -109,7 +110,7 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _runner(options: PartsOptions, faster: bool) -> tuple[TreeModel, KVCache, int]:
+def _runner(options: PartsOptions, faster: bool) -> tuple[TreeModel, PagedCache, int]:
     """A model with `cached` tokens in each slot of its cache, and the bytes of its weights."""
     loaded = load_model(options).loaded
     size = sum(each.numel() * each.element_size() for each in loaded.model.parameters())
@@ -117,13 +118,14 @@ def _runner(options: PartsOptions, faster: bool) -> tuple[TreeModel, KVCache, in
         accelerate(loaded.model)
     runner = TreeModel(loaded.model)
     cache = self_check(runner).resized(max(options.requests), options.cached + max(options.rows) + 32)
+    assert isinstance(cache, PagedCache)
     tokens = torch.arange(options.cached).remainder(runner.vocab_size).tolist()
     for slot in range(max(options.requests)):
         runner.adapter.logits([Row.chain(slot, 0, tokens, 1)], cache)
     return runner, cache, size
 
 
-def _step(runner: TreeModel, cache: KVCache, count: int, rows: int, cached: int) -> dict[str, float]:
+def _step(runner: TreeModel, cache: PagedCache, count: int, rows: int, cached: int) -> dict[str, float]:
     """Seconds of the parts of one step: a root with leaves, for each of `count` requests."""
     adapter = runner.adapter
     batch = [
@@ -144,11 +146,26 @@ def _step(runner: TreeModel, cache: KVCache, count: int, rows: int, cached: int)
     Sampler().results(logits, Selection.build([]), NUM_CANDIDATES if rows > 1 else 0)
     sampled = time.perf_counter()
     products = _products(adapter.model, count * rows)
+    if not spent[0] and inputs.pages is not None:  # layers are one call each
+        spent[0] = _attention(adapter.model, inputs, cache)
     rest = done - laid_out - spent[0] - products
     return {
         "step": sampled - start, "layout": laid_out - start, "products": products, "attention": spent[0],
         "rest of the forward": rest, "choice": sampled - done,
     }  # fmt: skip
+
+
+def _attention(model: nn.Module, inputs: StepInputs, cache: PagedCache) -> float:
+    """Seconds of the attention of all layers of a step, by itself."""
+    rule, dtype = LayerRule(), next(model.parameters()).dtype
+    layers: list[Any] = [each for each in model.modules() if hasattr(each, "layer_idx") and hasattr(each, "q_proj")]
+    query = torch.randn(*inputs.tokens.shape, layers[0].q_proj.out_features).to(dtype)
+    query = query.unflatten(2, (-1, layers[0].head_dim)).transpose(1, 2)
+    start = time.perf_counter()
+    for layer in layers:
+        keys, values = (side.transpose(0, 1) for side in cache.layer_tensors[layer.layer_idx])
+        attend_pages(inputs.pages, query, keys, values, rule, layer.scaling)
+    return time.perf_counter() - start
 
 
 def _timed(attend: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
