@@ -1,8 +1,8 @@
 // The items of paged_attention.h in bfloat16 by a core's matrix unit (Intel AMX).
 //
 // Scores are keys times queries, so keys are read as they lie in a page, 16 at a time, and come out as [keys, lanes], as
-// the running softmax wants them. Its weights are rounded to bfloat16, as in torch's own attention, and multiplied by
-// pairs of values side by side.
+// the running softmax wants them. Its weights are multiplied by pairs of values side by side, as sums of two bfloat16:
+// one alone would leave errors as large as the rounding of the output, other ones in every shape of a tree.
 #pragma once
 
 #include "amx.h"
@@ -55,7 +55,9 @@ LPR_AMX inline void score_tiles(const char* const* keys, int64_t key_bytes, int 
   for (int i = 0; i < count * N; i++) _mm512_storeu_ps(scores + 16 * i, _mm512_mul_ps(_mm512_loadu_ps(scores + 16 * i), factor));
 }
 
-// Weights of 16 keys, [16][stride], as [16 lanes][64 keys] in bfloat16, from `to` on.
+constexpr int kWeightParts = 2;
+
+// Weights of 16 keys, [16][stride], as [16 lanes][64 keys] in bfloat16, from `to` on; what rounding takes away follows.
 LPR_AMX inline void turn_weights(const float* weights, int64_t stride, uint16_t* to) {
   __m512 row[16], other[16];
   for (int i = 0; i < 16; i++) row[i] = _mm512_loadu_ps(weights + i * stride);
@@ -78,8 +80,13 @@ LPR_AMX inline void turn_weights(const float* weights, int64_t stride, uint16_t*
     row[i] = _mm512_shuffle_f32x4(other[i], other[i + 8], 0x88);
     row[i + 8] = _mm512_shuffle_f32x4(other[i], other[i + 8], 0xdd);
   }
-  for (int i = 0; i < 16; i++)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * kKeys), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(row[i])));
+  for (int i = 0; i < 16; i++) {
+    __m256i high = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(row[i]));
+    __m512 kept = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+    __m256i low = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_sub_ps(row[i], kept)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * kKeys), high);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + (kLanes + i) * kKeys), low);
+  }
 }
 
 // Values of a block as pairs of keys, [2][width / 16][16 pairs][16][2]; zeros behind the last key.
@@ -99,7 +106,7 @@ LPR_AMX inline void pair_values(const char* const* values, int count, int width,
     }
 }
 
-// Sums [16][stride] of a vector of lanes: shrunk, and `weights` [16][64] times `pairs` of values added.
+// Sums [16][stride] of a vector of lanes: shrunk, and both parts of `weights` [2][16][64] times `pairs` of values added.
 LPR_AMX inline void add_tiles(const uint16_t* weights, const uint16_t* pairs, int num_steps, int num_tiles,
                               const float* shrink, float* sums) {
   int64_t stride = num_tiles * kLanes;
@@ -120,19 +127,24 @@ LPR_AMX inline void add_tiles(const uint16_t* weights, const uint16_t* pairs, in
     for (int step = 0; step < num_steps; step++) {
       const uint16_t* from = pairs + (step * num_tiles + tile) * 512;
       _tile_loadd(6, weights + 32 * step, kKeys * 2);
+      _tile_loadd(7, weights + kLanes * kKeys + 32 * step, kKeys * 2);
       _tile_loadd(4, from, 64);
       _tile_dpbf16ps(0, 6, 4);
+      _tile_dpbf16ps(0, 7, 4);
       if (left > 1) {
         _tile_loadd(5, from + 512, 64);
         _tile_dpbf16ps(1, 6, 5);
+        _tile_dpbf16ps(1, 7, 5);
       }
       if (left > 2) {
         _tile_loadd(4, from + 1024, 64);
         _tile_dpbf16ps(2, 6, 4);
+        _tile_dpbf16ps(2, 7, 4);
       }
       if (left > 3) {
         _tile_loadd(5, from + 1536, 64);
         _tile_dpbf16ps(3, 6, 5);
+        _tile_dpbf16ps(3, 7, 5);
       }
     }
     _tile_stored(0, to, stride * 4);
@@ -166,7 +178,7 @@ LPR_AMX inline void attend_item_by_tiles(const PagedStep& step, const LayerCall&
   int num_lanes = item.count * call.group, num_vectors = vectors_of(num_lanes), padded = num_vectors * kLanes;
   int steps = call.dim / static_cast<int>(kTileInputs), words = call.dim / 2;
   size_t query_size = static_cast<size_t>(padded) * words, sum_size = static_cast<size_t>(padded) * call.value_dim;
-  size_t score_size = static_cast<size_t>(kKeys) * kChunk * kLanes, weight_size = kLanes * kKeys / 2;
+  size_t score_size = static_cast<size_t>(kKeys) * kChunk * kLanes, weight_size = kWeightParts * kLanes * kKeys / 2;
   size_t value_size = static_cast<size_t>(kKeys) * call.value_dim / 2;
   size_t needed = query_size + sum_size + score_size + weight_size + value_size + 16;
   if (scratch.floats.size() < needed) scratch.floats.resize(needed);

@@ -102,7 +102,11 @@ def test_each_load_is_put_to_every_server_in_turn(model: Path, data: Path, tmp_p
     assert equal == {"lpr-plain": None, "lpr": 3, "vllm-plain": 0}
     firsts = [run["name"] for run in runs[::6]]
     assert len(set(firsts)) == 3, "another server begins each load"
-    tables = [part.table for part in tables_of(found)]
+    beside, *tables = [part.table for part in tables_of(found)]
+    ours, theirs = (
+        {each["name"]: each for each in runs if each["case"] == runs[0]["case"]}[name] for name in ("lpr", "vllm-plain")
+    )
+    assert beside.rows[0][1:3] == [f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}x", "vllm-plain"]
     assert next(iter(tables[0].columns)) == "load" and set(tables[0].columns[1:]) == {"lpr-plain", "lpr", "vllm-plain"}
     assert tables[0].rows[0][0] == "set, greedy, 1 client, 3 prompts, cold"
     page = tmp_path / "page.md"
