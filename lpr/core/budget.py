@@ -225,6 +225,7 @@ class AdaptiveBudget:
         """Milliseconds at `constants.KNOTS` of a step like the running one."""
         self.other_tokens = 0.0
         """Tokens that other requests are expected to get in the running step, which lasts as long for all."""
+        self._step, self._sunk = (1, 0), 0.0
         self._parts = sizes_by_homes(config, num_ranks)
         self._spread(num_ranks)
         self._first_yield = (
@@ -236,11 +237,10 @@ class AdaptiveBudget:
         self.window = False
         if self._window_nodes:
             earned = total(self._first_yield)
-            plain, wide = self._milliseconds(np.array([1, 1 + self._window_nodes]), 0)
+            plain, wide = self._milliseconds(np.array([1, 1 + self._window_nodes]))
             self.window = bool((1 + earned) / wide > 1 / plain)
         self._segment: list[tuple[float, float]] = []
         self._all = AcceptanceHistory()
-        self._step = (1, 0)
         self._expected_tokens: ExpectedTokens | None = None
 
     def _spread(self, num_homes: int) -> None:
@@ -257,6 +257,12 @@ class AdaptiveBudget:
         self._step = (count, pending)
         self._expected_tokens = None
         self._spread(num_homes if num_homes is not None else len(self._parts))
+        # One rank has no pending tokens but a prompt's, whatever is drafted. By their time, which no other step has, a
+        # node would seem cheap that is dear in any step.
+        self._sunk = 0.0
+        if self.num_ranks == 1:
+            rows = times_at(np.array([count + pending, count], float), self.times)
+            self._sunk = float(rows[0] - rows[1])
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
         """The draft of the step's next sequence: none while it pauses, else all nodes that might pay."""
@@ -276,12 +282,12 @@ class AdaptiveBudget:
                 history.offered = _no_offer()
                 history.count(False, is_far=True)
             return
-        count, pending = self._step
+        count, _ = self._step
         falling = [_falling(draft) for draft in drafts]
         gains = np.sort(np.concatenate(falling))[::-1]
         tokens = count + self.other_tokens + np.concatenate([[0.0], np.cumsum(gains)])
         sizes = sum(draft.num_window for draft in drafts) + np.arange(len(tokens))
-        times = self._milliseconds(sizes, pending)
+        times = self._milliseconds(sizes)
         rates = tokens / times
         best = int(np.argmax(rates))
         threshold = gains[best - 1] if best else np.inf
@@ -292,7 +298,7 @@ class AdaptiveBudget:
             history.offered = _offered(draft)
             history.count(len(draft.tree) > 1, is_far=not len(each) or each[0] < near_price)
         if self._window_nodes:
-            self._weigh_window(tokens, count, pending)
+            self._weigh_window(tokens, count)
 
     def observe(
         self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
@@ -327,9 +333,9 @@ class AdaptiveBudget:
         """
         nodes = np.arange(count * self._limit + 1)
         per_rank = (count * (1 + held) + nodes) / self.num_ranks + pending
-        return times_at(per_rank, row).tolist(), (least_slopes(per_rank, row) / self.num_ranks).tolist()
+        return (times_at(per_rank, row) - self._sunk).tolist(), (least_slopes(per_rank, row) / self.num_ranks).tolist()
 
-    def _weigh_window(self, tokens: np.ndarray, count: int, pending: int) -> None:
+    def _weigh_window(self, tokens: np.ndarray, count: int) -> None:
         """Compare the step with and without a window; switch at the end of a segment.
 
         Its nodes are taken from those that a step may have. So where all are spent it must earn more than the last of
@@ -346,16 +352,16 @@ class AdaptiveBudget:
             plain = np.maximum(plain - count * by_pool, count + self.other_tokens)
         else:
             wide, plain = tokens[: left + 1] + count * (by_window + by_pool), tokens
-        best_wide = (wide / self._milliseconds(np.arange(len(wide)) + (count + held), pending)).max()
-        best_plain = (plain / self._milliseconds(np.arange(len(plain)) + count, pending)).max()
+        best_wide = (wide / self._milliseconds(np.arange(len(wide)) + (count + held))).max()
+        best_plain = (plain / self._milliseconds(np.arange(len(plain)) + count)).max()
         self._segment.append((float(best_wide), float(best_plain)))
         if len(self._segment) == constants.WINDOW_SEGMENT:
             self.window = total([each for each, _ in self._segment]) > total([each for _, each in self._segment])
             self._segment.clear()
 
-    def _milliseconds(self, sizes: np.ndarray, pending: int) -> np.ndarray:
-        """Times of steps whose trees have `sizes` nodes together, and `pending` further tokens on each rank."""
-        return times_at(np.ceil(sizes / self.num_ranks) + pending, self.times)
+    def _milliseconds(self, sizes: np.ndarray) -> np.ndarray:
+        """Times of steps whose trees have `sizes` nodes together, but for those that are sunk."""
+        return times_at(np.ceil(sizes / self.num_ranks) + self._step[1], self.times) - self._sunk
 
 
 def sizes_by_homes(config: TreeSizes, num_ranks: int) -> list[TreeSizes]:
