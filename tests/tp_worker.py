@@ -28,6 +28,7 @@ from lpr.dist.runtime import World, join, leave
 from lpr.engine.exchange import DesyncError
 from lpr.model.capture import Capturer, Program
 from lpr.model.compiled import refusal
+from lpr.model.cpu.decoder_layer import DecoderLayer
 from lpr.model.kernels import hook
 from lpr.model.loader import load
 from lpr.model.packing import pack_projections
@@ -115,8 +116,9 @@ def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, objec
     finally:
         torch.set_num_threads(1)
     if case.get("fault") == "rounding" and comm.rank:
-        attend_pages = hook.attend_pages
+        attend_pages, in_one_call = hook.attend_pages, DecoderLayer._in_one_call
         hook.attend_pages = lambda *given: attend_pages(*given) * (1 + 2**-23)
+        DecoderLayer._in_one_call = lambda *given: in_one_call(*given) * (1 + 2**-23)  # type: ignore[method-assign]
     shape = SHAPES["both, batch of 4, 2 ranks that share every tree"]
     texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, group.outputs, strict=True)]
     outputs, digests, steps = group.watched(engine, shape, texts)
