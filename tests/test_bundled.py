@@ -241,7 +241,7 @@ def test_a_teacher_says_what_to_write_instead():
     with torch.no_grad():
         plain = teacher(ids[:, :-1]).logits[0, 1]
         plain[41] = -torch.inf
-        assert torch.allclose(instead[0, 1], plain.softmax(-1), atol=1e-3)
+        assert torch.allclose(instead[0, 1], plain.softmax(-1), atol=1e-2)  # bf16 where the processor multiplies it
         likely = model(ids[:, :-1]).logits[0, 1].log_softmax(-1)
         loss, _ = batch_loss(model, ids, torch.tensor([[0.0, -2.0, 0.0]]), 1.0, teacher)
         alone, _ = batch_loss(model, ids, torch.tensor([[0.0, -2.0, 0.0]]), 1.0)

@@ -460,7 +460,7 @@ def test_doubled_tokens_are_cut_and_missing_ones_are_asked_for_again(quick, scri
 
 def test_the_only_rank_is_killed_in_mid_stream_and_every_byte_comes():
     """A real rank: it is started again, and streams go on with their noise, penalties, log-probabilities and ends."""
-    plain = {"max_tokens": 150, "ignore_eos": True, "seed": 11}
+    plain = {"max_tokens": 600, "ignore_eos": True, "seed": 11}  # 150 were over before the kill on a fast machine
     bodies = [
         {
             **plain,
@@ -488,8 +488,9 @@ def test_the_only_rank_is_killed_in_mid_stream_and_every_byte_comes():
         family = [each for each in children if "lpr.serve.ranks.rank" in each.cmdline()]
         assert len(family) == 1
         streams = [Stream(service.url, **body) for body in bodies]
-        wait_for(lambda: len(streams[0].events) > 10 and len(streams[1].events) > 10, 60)
+        wait_for(lambda: sum(len(stream.events) > 10 for stream in streams) > 1, 60)  # any two come first
         family[0].kill()
+        assert not all(stream.done for stream in streams)
         for stream, one in zip(streams, wanted, strict=True):
             stream.join(180)
             found = stream.found()
