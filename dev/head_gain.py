@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from benchmarks.record import Recorded
 from benchmarks.replay import FixedSizes, Task, replay_task
-from dev.train_head import Text, keep_texts, kept_texts, prompts_of, write_texts
+from dev.train_head import Text, keep_texts, kept_texts, prompts_of, write_texts, writer_of
 from lpr import DecodeConfig, SamplingParams
 from lpr.core.heads import HeadDraft
 from lpr.core.suffix_index import SuffixIndex
@@ -173,7 +173,9 @@ def main() -> None:
     for path, prompts in zip(given.texts, given.prompts, strict=False):
         if not path.exists():
             asked = [prompt for prompt, _ in prompts_of(prompts, AutoTokenizer.from_pretrained(given.model))]
-            keep_texts(write_texts(model, asked, given.new_tokens, 600, KINDS), path)
+            engine = writer_of(given.model, "float32")
+            keep_texts(write_texts(engine, model, asked, given.new_tokens, 600, KINDS), path)
+            engine.close()
     if given.head is None:
         return
     if is_native:

@@ -31,15 +31,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from lpr import SamplingParams
+from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.heads.forms import DEEPSEEK, DRAFT_VOCABULARY
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import OWN_FILE, make_head
-from lpr.model.sampling.choice import pick
-from lpr.model.sampling.selection import Selection
 
 STEPS_AHEAD = 3
 """Tokens beyond the next one that the head is trained for, each fed with the output of the one before."""
@@ -239,83 +237,58 @@ def prompts_of(name: str, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
 
 
 @torch.no_grad()
-def read_answers(model: PreTrainedModel, asked: Sequence[tuple[list[int], list[int]]], num_tokens: int) -> list[Text]:
-    """What the model expects in the data sets' own answers, `num_tokens` in all: four times cheaper than writing."""
+def read(model: PreTrainedModel, ids: list[int], num_prompt: int, temperature: float = 0.0, seed: int = READ) -> Text:
+    """A text with what the model expects in it."""
     decoder: Any = model.get_decoder()
+    tokens = torch.tensor(ids)
+    return Text(tokens, num_prompt, decoder(input_ids=tokens[None]).last_hidden_state[0].half(), temperature, seed)
+
+
+def read_answers(model: PreTrainedModel, asked: Sequence[tuple[list[int], list[int]]], num_tokens: int) -> list[Text]:
+    """The data sets' own answers, `num_tokens` in all, prompts included."""
     found: list[Text] = []
     for prompt, answer in asked:
-        ids = torch.tensor((prompt + answer)[: MOST_TOKENS // 2])
+        ids = (prompt + answer)[: MOST_TOKENS // 2]
         if len(ids) < len(prompt) + 16:
             continue
-        states = decoder(input_ids=ids[None]).last_hidden_state[0].half()
-        found.append(Text(ids, len(prompt), states, seed=READ))
+        found.append(read(model, ids, len(prompt)))
         num_tokens -= len(ids)
         if num_tokens < 0:
             break
     return found
 
 
-@torch.no_grad()
-def write_group(
-    model: PreTrainedModel, prompts: Sequence[list[int]], kinds: Sequence[float], new_tokens: int
-) -> list[Text]:
-    """What the model writes after each of `prompts`, once at each temperature; a seed is a temperature's number."""
-    decoder: Any = model.get_decoder()
-    head: Any = model.get_output_embeddings()
-    end: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
-    ends = set(end if isinstance(end, list) else [end])
-    cache, width, count = DynamicCache(config=model.config), max(map(len, prompts)), len(kinds)
-
-    def states_after(ids: list[list[int]], seen: Tensor) -> Tensor:
-        places = (seen.cumsum(-1) - 1).clamp_min(0)[:, -len(ids[0]) :]
-        how = {"attention_mask": seen, "position_ids": places, "past_key_values": cache}
-        return decoder(input_ids=torch.tensor(ids), **how).last_hidden_state  # type: ignore[no-any-return]
-
-    seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    inside = states_after([[0] * (width - len(prompt)) + prompt for prompt in prompts], seen)
-    cache.batch_repeat_interleave(count)
-    seen, last = seen.repeat_interleave(count, 0), inside[:, -1].repeat_interleave(count, 0)
-    texts = [list(prompt) for prompt in prompts for _ in kinds]
-    states = [[inside[at // count, width - len(text) :].half()] for at, text in enumerate(texts)]
-    params = [SamplingParams(temperature=kind, seed=seed) for _ in prompts for seed, kind in enumerate(kinds)]
-    running = list(range(len(texts)))
-    for written in range(new_tokens):
-        chosen = pick(head(last), Selection.build([(params[at], [len(texts[at])]) for at in running])).tolist()
-        keep = [row for row, token in enumerate(chosen) if token not in ends]
-        if written == new_tokens - 1 or not keep:
-            break
-        if len(keep) < len(running):
-            cache.batch_select_indices(torch.tensor(keep))
-            running, seen = [running[row] for row in keep], seen[keep]
-        for at, row in zip(running, keep, strict=True):
-            texts[at].append(chosen[row])
-        seen = torch.cat([seen, torch.ones(len(running), 1, dtype=seen.dtype)], 1)
-        last = states_after([[texts[at][-1]] for at in running], seen)[:, -1]
-        for at, state in zip(running, last.half(), strict=True):
-            states[at].append(state[None])
-    return [
-        Text(torch.tensor(text), len(prompts[at // count]), torch.cat(found), how.temperature, how.seed)
-        for at, (text, found, how) in enumerate(zip(texts, states, params, strict=True))
-    ]
-
-
 def write_texts(
+    engine: Engine,
     model: PreTrainedModel,
     prompts: Sequence[list[int]],
     new_tokens: int,
     minutes: float,
     kinds: Sequence[float] = KINDS,
 ) -> list[Text]:
-    """What the model writes after each of `prompts`, at the temperatures `kinds`, until `minutes` are over."""
+    """What an engine of the model writes after each of `prompts` at the temperatures `kinds`, for so many minutes.
+
+    A seed is a temperature's number. The last token, which nothing follows, is left out.
+    """
     found, began, together = list[Text](), time.monotonic(), max(1, TOGETHER // len(kinds))
+    how = [SamplingParams(max_new_tokens=new_tokens, temperature=kind, seed=seed) for seed, kind in enumerate(kinds)]
     for begin in range(0, len(prompts), together):
-        found += write_group(model, prompts[begin : begin + together], kinds, new_tokens)
+        asked = [(prompt, each) for prompt in prompts[begin : begin + together] for each in how]
+        done = engine.generate([prompt for prompt, _ in asked], [each for _, each in asked])
+        for (prompt, each), completion in zip(asked, done, strict=True):
+            ids = (prompt + completion.token_ids)[:-1]
+            found.append(read(model, ids, len(prompt), each.temperature, each.seed or 0))
         passed = (time.monotonic() - began) / 60
         written = sum(len(text.ids) - text.num_prompt for text in found)
         print(f"{passed:.1f} min: {len(found)} texts, {written} tokens written", flush=True)
         if passed > minutes:
             break
     return found
+
+
+def writer_of(model: str, dtype: str) -> Engine:
+    """An engine that writes texts for `write_texts`."""
+    return Engine.from_pretrained(model, DecodeConfig(max_batch_size=TOGETHER, draft_heads="off"), dtype=dtype)
 
 
 def keep_texts(texts: Sequence[Text], path: Path) -> None:
@@ -365,13 +338,15 @@ def main() -> None:
     if not kept.exists():
         tokenizer = AutoTokenizer.from_pretrained(given.model)
         asked = [prompt for name in given.prompts for prompt in prompts_of(name, tokenizer)]
-        read = asked + [prompt for name in given.answers for prompt in prompts_of(name, tokenizer)]
+        answered = asked + [prompt for name in given.answers for prompt in prompts_of(name, tokenizer)]
         random.Random(0).shuffle(asked)
-        random.Random(0).shuffle(read)
-        writer = copy.deepcopy(model).bfloat16() if given.bfloat16 else model
-        answers = read_answers(writer, read, given.answer_tokens)
-        written = write_texts(writer, [prompt for prompt, _ in asked], given.new_tokens, given.writing_minutes)
-        keep_texts(answers + written, kept)
+        random.Random(0).shuffle(answered)
+        reader = copy.deepcopy(model).bfloat16() if given.bfloat16 else model
+        engine = writer_of(given.model, "bfloat16" if given.bfloat16 else "float32")
+        prompts = [prompt for prompt, _ in asked]
+        written = write_texts(engine, reader, prompts, given.new_tokens, given.writing_minutes)
+        engine.close()
+        keep_texts(read_answers(reader, answered, given.answer_tokens) + written, kept)
     texts = kept_texts(kept)
     stored_as = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto").dtype
     prefix = DEEPSEEK.prefix.format(model.config.num_hidden_layers)

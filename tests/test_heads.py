@@ -21,7 +21,7 @@ from worlds import ThreadComm, ThreadWorld, run_ranks
 from dev import families
 from dev.family_table import FAMILIES
 from dev.head_gain import TextGuesser
-from dev.train_head import Text, batches_of, first_tensors, read_answers, save, train, write_group
+from dev.train_head import Text, batches_of, first_tensors, read, read_answers, save, train, write_texts
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.heads import HeadDraft, read_block
@@ -315,7 +315,8 @@ def test_a_draft_vocabulary_of_another_model_is_left_out(
 
 def test_texts_to_learn_from_are_those_of_plain_decoding(loaded: Loaded, plain: list[list[int]]) -> None:
     kinds = [params.temperature for params in PARAMS[:2]]
-    texts = write_group(loaded.model, PROMPTS[:2], kinds, 40)
+    engine = Engine(loaded, DECODE)
+    texts = write_texts(engine, loaded.model, PROMPTS[:2], 40, 1.0, kinds)
     for text, prompt, done in ((texts[0], PROMPTS[0], plain[0]), (texts[3], PROMPTS[1], plain[1])):
         assert text.ids.tolist() == (prompt + done)[:-1] and text.num_prompt == len(prompt)
         with torch.no_grad():
@@ -340,7 +341,8 @@ def test_a_replay_guesses_as_an_engine_does(loaded: Loaded, guessed: list[tuple[
 
 def test_tokens_by_chance_stand_for_all_the_rest(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dev.train_head.MOST_COMPARED", 8)
-    batch = next(batches_of(loaded.model, write_group(loaded.model, PROMPTS[:1], (0.0,), 8), 2, 8, 0))
+    text = read(loaded.model, PROMPTS[0], 4)
+    batch = next(batches_of(loaded.model, [text], 2, 8, 0))
     assert batch.tokens.unique().numel() == len(batch.tokens) < 97
     assert batch.rest.exp().sum().item() == pytest.approx(97)
 
