@@ -47,10 +47,9 @@ inline double least_slope(double at, const StepRow& row) {
 // Expected tokens and time of a step while its trees are drafted, one after the other.
 class ExpectedTokens {
  public:
-  // `sunk` milliseconds of the step do not count.
-  ExpectedTokens(int64_t count, double other_tokens, int64_t pending, double sunk, int64_t held, int64_t limit,
-                 int64_t num_ranks, const StepRow& row)
-      : tokens_(static_cast<double>(count) + other_tokens), sunk_(sunk), base_(count * (1 + held)), pending_(pending),
+  ExpectedTokens(int64_t count, double other_tokens, int64_t pending, int64_t held, int64_t limit, int64_t num_ranks,
+                 const StepRow& row)
+      : tokens_(static_cast<double>(count) + other_tokens), base_(count * (1 + held)), pending_(pending),
         most_(count * limit), num_ranks_(num_ranks), row_(row) {
     rate_ = tokens_ / times(0);
     node_ms_ = cheapest(0);
@@ -70,13 +69,13 @@ class ExpectedTokens {
     return static_cast<double>(base_ + nodes) / static_cast<double>(num_ranks_) + static_cast<double>(pending_);
   }
 
-  double times(int64_t nodes) const { return time_at(per_rank(nodes), row_) - sunk_; }
+  double times(int64_t nodes) const { return time_at(per_rank(nodes), row_); }
 
   double cheapest(int64_t nodes) const {
     return least_slope(per_rank(nodes), row_) / static_cast<double>(num_ranks_);
   }
 
-  double tokens_, sunk_, rate_, node_ms_;
+  double tokens_, rate_, node_ms_;
   int64_t base_, pending_, num_nodes_ = 0, most_, num_ranks_;
   StepRow row_;
 };
@@ -231,9 +230,7 @@ class AdaptiveBudget : public Budget {
   void begin(int64_t count, int64_t pending, int64_t num_homes) override {
     spread(num_homes);
     count_ = count;
-    pending_ = pending;
-    double here = static_cast<double>(count);
-    sunk_ = num_homes == 1 ? time_at(here + static_cast<double>(pending), times) - time_at(here, times) : 0.0;
+    pending_ = num_homes > 1 ? pending : 0;  // lpr.core.budget has the reason
     expected_ = nullptr;
   }
 
@@ -241,7 +238,7 @@ class AdaptiveBudget : public Budget {
     if (history.pause) return {0, std::nullopt, 0, std::nullopt};
     int64_t held = window ? window_nodes_ : 0;
     if (!expected_)
-      expected_ = std::make_shared<ExpectedTokens>(count_, other_tokens, pending_, sunk_, held, limit_, num_ranks, times);
+      expected_ = std::make_shared<ExpectedTokens>(count_, other_tokens, pending_, held, limit_, num_ranks, times);
     Numbers first = all_.trusts(Numbers(constants.num_bands, 1.0));
     return {limit_ - held, Price(expected_), window ? columns_ : 0, history.trusts(first)};
   }
@@ -384,15 +381,15 @@ class AdaptiveBudget : public Budget {
     }
   }
 
-  // Milliseconds of a step whose trees have `size` nodes together, but for those that are sunk.
+  // Milliseconds of a step whose trees have `size` nodes together.
   double milliseconds(int64_t size) const {
     double rows = std::ceil(static_cast<double>(size) / static_cast<double>(num_ranks)) + static_cast<double>(pending_);
-    return time_at(rows, times) - sunk_;
+    return time_at(rows, times);
   }
 
   std::vector<TreeLimits> by_homes_;
   int64_t limit_ = 0, window_nodes_ = 0, columns_ = 0, count_ = 1, pending_ = 0;
-  double first_yield_[2], yield_[2], segment_wide_ = 0.0, segment_plain_ = 0.0, sunk_ = 0.0;
+  double first_yield_[2], yield_[2], segment_wide_ = 0.0, segment_plain_ = 0.0;
   int segment_ = 0;
   AcceptanceHistory all_;
   std::shared_ptr<ExpectedTokens> expected_;

@@ -225,7 +225,7 @@ class AdaptiveBudget:
         """Milliseconds at `constants.KNOTS` of a step like the running one."""
         self.other_tokens = 0.0
         """Tokens that other requests are expected to get in the running step, which lasts as long for all."""
-        self._step, self._sunk = (1, 0), 0.0
+        self._step = (1, 0)
         self._parts = sizes_by_homes(config, num_ranks)
         self._spread(num_ranks)
         self._first_yield = (
@@ -254,15 +254,11 @@ class AdaptiveBudget:
 
         `pending` counts the tokens that a rank evaluates besides the trees. `times` and `other_tokens` are set before.
         """
-        self._step = (count, pending)
         self._expected_tokens = None
         self._spread(num_homes if num_homes is not None else len(self._parts))
-        # One rank has no pending tokens but a prompt's, whatever is drafted. By their time, which no other step has, a
-        # node would seem cheap that is dear in any step.
-        self._sunk = 0.0
-        if self.num_ranks == 1:
-            rows = times_at(np.array([count + pending, count], float), self.times)
-            self._sunk = float(rows[0] - rows[1])
+        # One rank has no pending tokens but a prompt's, whatever is drafted. Beside them nodes are cheaper than in any
+        # other step, but whoever waits for a first token pays for them: its tree is as large as the next one will be.
+        self._step = (count, pending if self.num_ranks > 1 else 0)
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
         """The draft of the step's next sequence: none while it pauses, else all nodes that might pay."""
@@ -333,7 +329,7 @@ class AdaptiveBudget:
         """
         nodes = np.arange(count * self._limit + 1)
         per_rank = (count * (1 + held) + nodes) / self.num_ranks + pending
-        return (times_at(per_rank, row) - self._sunk).tolist(), (least_slopes(per_rank, row) / self.num_ranks).tolist()
+        return times_at(per_rank, row).tolist(), (least_slopes(per_rank, row) / self.num_ranks).tolist()
 
     def _weigh_window(self, tokens: np.ndarray, count: int) -> None:
         """Compare the step with and without a window; switch at the end of a segment.
@@ -360,8 +356,8 @@ class AdaptiveBudget:
             self._segment.clear()
 
     def _milliseconds(self, sizes: np.ndarray) -> np.ndarray:
-        """Times of steps whose trees have `sizes` nodes together, but for those that are sunk."""
-        return times_at(np.ceil(sizes / self.num_ranks) + self._step[1], self.times) - self._sunk
+        """Times of steps whose trees have `sizes` nodes together."""
+        return times_at(np.ceil(sizes / self.num_ranks) + self._step[1], self.times)
 
 
 def sizes_by_homes(config: TreeSizes, num_ranks: int) -> list[TreeSizes]:
