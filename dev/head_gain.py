@@ -49,6 +49,7 @@ class TextGuesser(Guesser):
         """Prepare `head` of `model`."""
         self.head, self.device = head, model.device
         self.embed, self.lm_head = model.get_input_embeddings(), head.lm_head or model.get_output_embeddings()
+        self._late = {}
         for module in head.block.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = 0

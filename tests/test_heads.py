@@ -27,6 +27,7 @@ from lpr.config import InputError
 from lpr.core.heads import HeadDraft, read_block
 from lpr.engine.options import EngineOptions
 from lpr.engine.pace import FIRST_STAY, TRIAL, Pace
+from lpr.model.heads import guesses
 from lpr.model.heads.forms import DEEPSEEK, MIMO, QWEN, Form
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.heads.head import DraftHead
@@ -144,6 +145,31 @@ def test_guesses_follow_from_the_text_alone(
     again = engine.generate(PROMPTS[1:2], PARAMS[:1])  # the prompt's pages are found
     assert ids(again) == ids(done)
     check_from_scratch(loaded, PROMPTS[1] + again[0].token_ids, guessed, fewest=2)
+
+
+def rest_now_and_then(engine: Engine, params: SamplingParams) -> list[int]:
+    """The ids of an engine whose head rests in two steps of three."""
+    request, step = engine.submit(PROMPTS[1], params), 0
+    while request.finish_reason is None:
+        engine.model.rests = step % 3 > 0
+        engine.step()
+        step += 1
+    return request.completion().token_ids
+
+
+@pytest.mark.parametrize("late", [1, 5, 256])
+def test_a_head_that_has_rested_has_missed_nothing(
+    loaded: Loaded, guessed: list[tuple[Chain, HeadDraft]], monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    monkeypatch.setattr(guesses, "LATE", late)
+    engine, params = Engine(loaded, DECODE), replace(PARAMS[0], max_new_tokens=80)
+    guessed.clear()
+    check_from_scratch(loaded, PROMPTS[1] + rest_now_and_then(engine, params), guessed)
+    monkeypatch.setattr(Guesser, "rest", lambda *args: None)
+    guessed.clear()
+    done = rest_now_and_then(Engine(loaded, DECODE), params)
+    with pytest.raises(AssertionError):
+        check_from_scratch(loaded, PROMPTS[1] + done, guessed)
 
 
 def test_captured_steps_hand_out_their_hidden_states(

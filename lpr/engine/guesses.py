@@ -55,9 +55,9 @@ def guess(
         above = row.num_entries - row.num_results
         entries = [*range(above), *(above + each for each, _ in path)]
         tokens = [*row.tokens[entries[1:]].tolist(), bonus]
-        if is_end:
+        if is_end and not model.rests:
             ends.append((len(chains), place, path[-1][1], bonus))
-        chains.append(Chain(row, entries, tokens, decoding[index].params if is_end and not model.rests else None))
+        chains.append(Chain(row, entries, tokens, decoding[index].params if is_end else None))
     filled = [request for request, counts in filling if counts[draft.rank]]
     for request, row in zip(filled, fills, strict=True):
         known = request.running.tokens[row.num_cached + 1 : row.num_cached + row.num_entries + 1]

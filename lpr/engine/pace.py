@@ -2,8 +2,8 @@
 
 Tokens that it is credited with do not tell, as the text might have proposed them too. So steps with guesses and steps
 without take turns: the faster ones go on, and the others are tried again, ever more rarely. Each rank decides for its
-own head, by its own clock: the guesses travel, so ranks need not decide alike. A head that rests still follows the
-text, so that it can go on at any time.
+own head, by its own clock: the guesses travel, so ranks need not decide alike. A head that rests follows the text
+late, many tokens at a time, so that it can go on whenever it shall.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pace:
     def __init__(self) -> None:
         """Begin with a trial of guesses."""
         self.rests = False
-        """True while the head only follows."""
+        """True while the head guesses nothing."""
         self._left, self._stay, self._is_trial = TRIAL, FIRST_STAY, True
         self._counts = {False: [0.0, 0.0], True: [0.0, 0.0]}
         """Tokens and milliseconds of steps, by `rests`."""

@@ -81,7 +81,7 @@ class TreeModel:
         self.guesser: Guesser | None = None
         """Runs the model's prediction head, once `use_head` has found that it works."""
         self.rests = False
-        """True while the head follows the text and guesses nothing."""
+        """True while the head guesses nothing, and follows the text late."""
         self.cache: KVCache | None = None
         self.forward: EagerForward | None = None
         """The strategy that evaluates steps; chosen by `allocate`."""
@@ -131,8 +131,11 @@ class TreeModel:
         self.guesser = guesser
 
     def guess(self, chains: Sequence[Chain]) -> list[HeadDraft]:
-        """Let the head follow `chains` of the last step's rows, and guess what comes after them."""
+        """Let the head follow `chains` of the last step's rows, and guess what comes after them; [] while it rests."""
         assert self.guesser is not None and self.forward is not None and self.cache is not None
+        if self.rests:
+            self.guesser.rest(chains, self.forward.hidden, self.cache)
+            return []
         return self.guesser.guess(chains, self.forward.hidden, self.cache)
 
     def free_bytes(self, num_sharing: int) -> int | None:

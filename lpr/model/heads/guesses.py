@@ -37,6 +37,8 @@ FORWARD_MEMORY = 0.1
 """Weight of the latest time of a forward."""
 FADING = 0.99
 """What is left of that mean when a forward was not worth it: one slow forward is not believed for ever."""
+LATE = 256
+"""Entries of a slot that may wait while the head rests."""
 NUM_NOISED = 256
 """Likeliest tokens among which the sampling noise chooses."""
 
@@ -52,6 +54,21 @@ class Chain:
     """The token after each of `entries`."""
     params: SamplingParams | None
     """Of the request whose next tokens are guessed; None only keeps the entries."""
+
+
+@dataclass
+class _Late:
+    """Entries that the head has not followed yet."""
+
+    slot: int
+    begin: int
+    """Tokens before the first one."""
+    tokens: list[int] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    """[entries, H] each."""
+
+    def row(self) -> Row:
+        return Row.chain(self.slot, self.begin, self.tokens, 0)
 
 
 @dataclass
@@ -101,6 +118,7 @@ class Guesser:
         self.adapter, self.head = adapter, head
         self.embed: Any = adapter.model.get_input_embeddings()
         self.lm_head: Any = head.lm_head or adapter.model.get_output_embeddings()
+        self._late: dict[int, _Late] = {}
 
     @torch.no_grad()
     def check(self, like: KVCache) -> None:
@@ -113,11 +131,30 @@ class Guesser:
             raise ValueError("its logits are not numbers")
 
     @torch.no_grad()
+    def rest(self, chains: Sequence[Chain], hidden: dict[int, Tensor], cache: KVCache) -> None:
+        """Keep `chains`, to follow many entries in one forward: one of few takes as long."""
+        late = [self._join(chain, hidden) for chain in chains]
+        self._late |= {each.slot: each for each in late}
+        if full := [each for each in late if len(each.tokens) >= LATE]:
+            self._run([each.row() for each in full], [torch.cat(each.states) for each in full], cache)
+            for each in full:
+                del self._late[each.slot]
+
+    def _join(self, chain: Chain, hidden: dict[int, Tensor]) -> _Late:
+        """The entries of `chain` behind those of its slot that wait, if it goes on where they end."""
+        row = chain.row
+        late = self._late.pop(row.slot, None)
+        if late is None or late.begin + len(late.tokens) != row.num_cached:
+            late = _Late(row.slot, row.num_cached)
+        late.tokens += chain.tokens
+        late.states.append(hidden[row.slot][list(chain.entries)])
+        return late
+
+    @torch.no_grad()
     def guess(self, chains: Sequence[Chain], hidden: dict[int, Tensor], cache: KVCache) -> list[HeadDraft]:
         """Follow `chains` by the hidden states [entries, H] of the step's rows, by slot; a draft for each chain."""
-        growing = [_Growing(chain) for chain in chains]
-        rows = [Row.chain(each.row.slot, each.row.num_cached, each.tokens, 0) for each in chains]
-        states = self._run(rows, [hidden[each.row.slot][list(each.entries)] for each in chains], cache)
+        growing, late = [_Growing(chain) for chain in chains], [self._join(chain, hidden) for chain in chains]
+        states = self._run([each.row() for each in late], [torch.cat(each.states) for each in late], cache)
         for each, state in zip(growing, states, strict=True):
             each.states = [state[-1]]
         active = [each for each in growing if each.chain.params is not None]
