@@ -43,6 +43,19 @@ void rank_rows(uintptr_t address, int64_t size, int64_t stride, bool is_half, in
   });
 }
 
+// Writes the tokens that the choice of every row is likeliest to take, and how likely each of them is.
+void guess_rows(uintptr_t address, int64_t size, int64_t stride, bool is_half, const Column<float>& temperature,
+                const Column<uint32_t>& keys, int64_t num_noised, uintptr_t vocabulary, int threads,
+                const Found<int64_t, 2>& tokens, const Found<float, 2>& shares) {
+  Logits logits{address, size, stride, is_half};
+  int64_t k = tokens.shape(1);
+  std::vector<Scores> scores(std::max(threads, 1));
+  parallel_for(tokens.shape(0), threads, [&](int64_t row, int worker) {
+    guess_row(logits, row, temperature.data()[row], keys.data()[row], num_noised, k,
+              reinterpret_cast<const int64_t*>(vocabulary), scores[worker], tokens.data() + row * k, shares.data() + row * k);
+  });
+}
+
 void bind_sampling(nb::module_& m) {
   m.def("choose_rows", &choose_rows, "address"_a, "size"_a, "stride"_a, "is_half"_a, "temperature"_a, "keys"_a,
         "top_k"_a, "top_p"_a, "min_p"_a, "first_token"_a, "threads"_a, "chosen"_a,
@@ -51,6 +64,8 @@ void bind_sampling(nb::module_& m) {
         nb::call_guard<nb::gil_scoped_release>());
   m.def("rank_rows", &rank_rows, "address"_a, "size"_a, "stride"_a, "is_half"_a, "threads"_a, "steps"_a, "most"_a,
         "tokens"_a, "ranks"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("guess_rows", &guess_rows, "address"_a, "size"_a, "stride"_a, "is_half"_a, "temperature"_a, "keys"_a,
+        "num_noised"_a, "vocabulary"_a, "threads"_a, "tokens"_a, "shares"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace lpr

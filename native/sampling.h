@@ -333,11 +333,11 @@ LPR_EACH_CPU inline double sum_all(const Scores& scores) {
 
 constexpr int64_t NONE = -1, DOUBT = -2;
 
-// The `k` most likely tokens, of equal ones the lowest first, and round(-`steps` * log-probability), at most `most`.
-inline void rank_row(const Logits& logits, int64_t row, int64_t k, float steps, int most, Scores& scores, int32_t* tokens,
-                     uint8_t* ranks) {
-  scale(logits, row, 1.0f, scores);
-  std::vector<std::pair<float, int64_t>> heap;  // score and minus the token, the least of the best first
+// The `k` largest scores, of equal ones that of the lowest token first, and minus the tokens; what is no number is -inf.
+using Ranked = std::vector<std::pair<float, int64_t>>;
+inline Ranked largest_of(const Scores& scores, int64_t k) {
+  Ranked heap;  // the least of the best first
+  heap.reserve(static_cast<size_t>(k));
   auto more = std::greater<std::pair<float, int64_t>>();
   for (size_t block = 0; block < scores.largest.size(); block++) {
     if (static_cast<int64_t>(heap.size()) == k && scores.largest[block] <= heap.front().first) continue;
@@ -355,11 +355,62 @@ inline void rank_row(const Logits& logits, int64_t row, int64_t k, float steps, 
     }
   }
   std::sort_heap(heap.begin(), heap.end(), more);
+  return heap;
+}
+
+// The `k` most likely tokens, of equal ones the lowest first, and round(-`steps` * log-probability), at most `most`.
+inline void rank_row(const Logits& logits, int64_t row, int64_t k, float steps, int most, Scores& scores, int32_t* tokens,
+                     uint8_t* ranks) {
+  scale(logits, row, 1.0f, scores);
+  Ranked best = largest_of(scores, k);
   double total = scores.broken ? std::numeric_limits<double>::quiet_NaN() : std::log(sum_all(scores));
   for (int64_t i = 0; i < k; i++) {
-    double step = std::nearbyint(steps * (total - (static_cast<double>(heap[i].first) - scores.top)));
-    tokens[i] = static_cast<int32_t>(-heap[i].second);
+    double step = std::nearbyint(steps * (total - (static_cast<double>(best[i].first) - scores.top)));
+    tokens[i] = static_cast<int32_t>(-best[i].second);
     ranks[i] = static_cast<uint8_t>(step >= 0 && step <= most ? step : step < 0 ? 0 : most);  // NaN: the most
+  }
+}
+
+// Scores of at least `floor`, or if they are more than `most` the largest of them, in any order.
+inline Ranked scores_from(const Scores& scores, float floor, int64_t most) {
+  Ranked found;
+  for (size_t block = 0; block < scores.largest.size(); block++) {
+    if (scores.largest[block] < floor) continue;
+    int64_t last = std::min<int64_t>(scores.size, (block + 1) * BLOCK);
+    for (int64_t token = block * BLOCK; token < last; token++)
+      if (scores.scaled[token] >= floor) found.emplace_back(scores.scaled[token], -token);
+  }
+  if (static_cast<int64_t>(found.size()) > most) {
+    std::nth_element(found.begin(), found.begin() + most, found.end(), std::greater<std::pair<float, int64_t>>());
+    found.resize(static_cast<size_t>(most));
+  }
+  return found;
+}
+
+constexpr float MOST_LIFT = 14.0f;  // noise lifts one token of a million further
+
+// The `k` columns that a row's choice is likeliest to take, of which column i stands for token `vocabulary[i]` or, without
+// one, i; and how likely (lpr.model.heads.guesses.likeliest). Nothing is likely in a row that is not of numbers.
+inline void guess_row(const Logits& logits, int64_t row, float temperature, uint32_t key, int64_t num_noised, int64_t k,
+                      const int64_t* vocabulary, Scores& scores, int64_t* tokens, float* shares) {
+  bool is_sampled = temperature > 0;
+  scale(logits, row, is_sampled ? temperature : 1.0f, scores);
+  Ranked best;
+  if (is_sampled) best = scores_from(scores, scores.top - MOST_LIFT, num_noised);
+  if (static_cast<int64_t>(best.size()) < k) best = largest_of(scores, k);
+  auto token_of = [&](int64_t column) { return vocabulary ? vocabulary[column] : column; };
+  bool is_known = !scores.broken && std::isfinite(scores.top);
+  double top = scores.top, total = is_known && !is_sampled ? sum_all(scores) : 0;
+  if (is_sampled && is_known) {
+    for (auto& [score, column] : best)
+      score += static_cast<float>(noise_of(key, static_cast<uint32_t>(token_of(-column))));
+    std::partial_sort(best.begin(), best.begin() + k, best.end(), std::greater<std::pair<float, int64_t>>());
+    top = best[0].first;
+    for (const auto& each : best) total += std::exp(each.first - top);
+  }
+  for (int64_t i = 0; i < k; i++) {
+    tokens[i] = token_of(-best[i].second);
+    shares[i] = is_known ? static_cast<float>(std::exp(best[i].first - top) / total) : 0;
   }
 }
 

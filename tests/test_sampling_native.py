@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
+from lpr.model.heads.guesses import likeliest
 from lpr.model.sampling import in_cpp, specification
 from lpr.model.sampling.choice import pick, score_steps
 from lpr.model.sampling.selection import Selection
@@ -178,3 +179,32 @@ def test_the_likeliest_token_in_half_precision() -> None:
     expected = specification.pick(logits, Selection.build([]))
     assert torch.equal(in_cpp.best_tokens(logits), expected)
     assert torch.equal(in_cpp.best_tokens(logits[:, ::2]), specification.pick(logits[:, ::2], Selection.build([])))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [5, 300, 9001])
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_guesses_are_those_of_the_specification(
+    dtype: torch.dtype, size: int, is_limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(13)
+    logits = torch.randn(7, size, generator=generator).mul(5).to(dtype)
+    vocabulary = 3 * torch.arange(size) + 7 if is_limited else None
+    for params in (SamplingParams(), SamplingParams(temperature=0.8, seed=5), SamplingParams(temperature=1.3, seed=-1)):
+        selection = Selection.build([(params, range(7))])
+        tokens, shares = likeliest(logits, selection, vocabulary)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "guess_rows", None)
+            expected = likeliest(logits, selection, vocabulary)
+        # Both leave out what only rare noise would lift, one by rank, one by score; equal ones come in another order.
+        differences = (shares - expected[1]).abs()
+        assert differences.max() < 5e-2 and differences.mean() < 2e-3
+        assert (tokens != expected[0]).sum() <= 1 + (dtype is torch.bfloat16) * 7
+
+
+def test_nothing_is_likely_in_a_row_that_is_not_of_numbers() -> None:
+    logits = torch.zeros(3, 300)
+    logits[0, 7], logits[1], logits[2, 9] = torch.nan, -torch.inf, torch.inf
+    for params in (SamplingParams(), SamplingParams(temperature=1, seed=3)):
+        tokens, shares = likeliest(logits, Selection.build([(params, range(3))]))
+        assert tokens.min() >= 0 and tokens.max() < 300 and not shares.any()

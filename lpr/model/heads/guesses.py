@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
 from lpr.model.adapter import Adapter
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
+from lpr.model.sampling import in_cpp
 from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel
 from lpr.model.step_inputs import Row
@@ -227,6 +229,8 @@ def likeliest(logits: Tensor, selection: Selection, vocabulary: Tensor | None = 
     The sampling noise is known: where q is a token's probability and E its exponential noise, the odds of being chosen
     are about q / E, among all tokens' (lpr.core.noise_keys).
     """
+    if native.guess_rows is not None and logits.device.type == "cpu":
+        return in_cpp.guesses(logits, selection, vocabulary, NUM_NOISED, WIDTH)
     scores = logits.float().nan_to_num()
     if not selection.sampled:
         top, tokens = scores.topk(min(WIDTH, scores.shape[1]))

@@ -1,4 +1,4 @@
-"""Choosing tokens on a CPU in C++ (native/sampling.h): what `specification.pick` chooses, id for id, and candidates.
+"""Choosing tokens on a CPU in C++ (native/sampling.h): the ids of `specification.pick`, candidates, guesses.
 
 The specification itself decides the rows where rounding would matter, two in a hundred thousand.
 """
@@ -51,6 +51,21 @@ def candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     tokens, scores = np.empty((len(logits), k), np.int32), np.empty((len(logits), k), np.uint8)
     native.rank_rows(*_place(logits), team_size(), SCORE_STEPS, MAX_SCORE, tokens, scores)
     return torch.from_numpy(tokens), torch.from_numpy(scores)
+
+
+def guesses(
+    logits: torch.Tensor, selection: Selection, vocabulary: torch.Tensor | None, num_noised: int, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `lpr.model.heads.guesses.likeliest`, on a CPU; of equally likely tokens the first."""
+    assert native.guess_rows is not None
+    logits, count, k = _readable(logits), len(logits), min(k, num_noised, logits.shape[1])
+    temperature, keys = np.zeros(count, np.float32), np.zeros(count, np.uint32)
+    if selection.sampled:
+        temperature, keys = selection.temperature.numpy(), selection.keys[selection.key_of].numpy().astype(np.uint32)
+    tokens, shares = np.empty((count, k), np.int64), np.empty((count, k), np.float32)
+    known = 0 if vocabulary is None else vocabulary.data_ptr()
+    native.guess_rows(*_place(logits), temperature, keys, num_noised, known, team_size(), tokens, shares)
+    return torch.from_numpy(tokens), torch.from_numpy(shares)
 
 
 def _readable(logits: torch.Tensor) -> torch.Tensor:
