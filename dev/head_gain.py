@@ -12,7 +12,6 @@ of accepted nodes only, so an engine takes somewhat fewer steps, with and withou
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
+from benchmarks.common import circumstances, write_json
 from benchmarks.record import Recorded
 from benchmarks.replay import FixedSizes, Task, replay_task
 from dev.train_head import Text, keep_texts, kept_texts, prompts_of, write_texts, writer_of
@@ -194,7 +194,9 @@ def main() -> None:
                     print({key: each for key, each in run.items() if key != "by_depth"}, flush=True)
                     runs.append(run)
             if given.output:
-                given.output.write_text(json.dumps({"new_tokens": given.new_tokens, "runs": runs}, indent=1) + "\n")
+                facts = {"benchmark": "heads", "model": Path(given.model).name, "new_tokens": given.new_tokens}
+                command = {"command": "python -m dev.head_gain"}
+                write_json(given.output, {**facts, "runs": runs, **circumstances(), **command})
 
 
 if __name__ == "__main__":

@@ -167,7 +167,19 @@ def test_missing_results_are_named_with_their_command(report: Callable[..., Repo
 
 
 def test_commands_name_programs_that_exist() -> None:
-    assert not {name for name in SECTIONS if find_spec(f"benchmarks.{name}") is None}
+    assert not {name for name, each in SECTIONS.items() if find_spec(each.program or f"benchmarks.{name}") is None}
+
+
+def test_a_head_is_shown_with_the_depths_that_it_reaches(report: Callable[..., Report]) -> None:
+    def run(heads: str, per_step: float, **accepted: int) -> dict[str, Any]:
+        depths = [{"source": source, "up_to_depth": 2, "accepted": count} for source, count in accepted.items()]
+        case = {"data": "prose", "temperature": 0.8, "budget": 64, "heads": heads}
+        return {**case, "tokens_per_step": per_step, "by_depth": depths}
+
+    runs = [run("off", 1.65, trie=40), run("on", 2.49, head=522, trie=9, pool=1)]
+    made = report(heads={"benchmark": "heads", "model": "m", "runs": runs, **CIRCUMSTANCES})
+    text = text_of(made.html("in"))
+    assert "prose 1.65 / 2.49" in text and "the head 522" in text and "the text 10" in text
 
 
 def test_failed_entries_are_shown_as_failed_beside_the_others(report: Callable[..., Report]) -> None:

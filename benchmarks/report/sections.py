@@ -20,10 +20,17 @@ class Section:
     build: Callable[[Json], list[Part]]
     options: str = ""
     """Of the command that makes the result."""
+    program: str = ""
+    """Its module; default: the one named as the benchmark."""
 
     def command(self, benchmark: str) -> str:
         """The command that makes the result."""
-        words = ["python -m", f"benchmarks.{benchmark}", self.options, f"--output benchmarks/results/{benchmark}.json"]
+        words = [
+            "python -m",
+            self.program or f"benchmarks.{benchmark}",
+            self.options,
+            f"--output benchmarks/results/{benchmark}.json",
+        ]
         return " ".join(filter(None, words))
 
 
@@ -52,6 +59,12 @@ SECTIONS = {
         "Recorded texts of SmolLM2-135M-Instruct, each replayed by itself. The limit copies the longest phrase of the "
         "text so far in every step.",
         steps.data_sets, "--steps FILE.npz",
+    ),
+    "heads": Section(
+        "A trained prediction head",
+        "Texts of SmolLM2-135M-Instruct, replayed with and without what a head guesses that was trained for it; eight "
+        "seeds at 0.8. The command writes the texts first.",
+        steps.heads, "--model FOLDER --head mtp.safetensors --texts FILE.safetensors", "dev.head_gain",
     ),
     "peers": Section(
         "Peers", "lpr and related systems on the same prompts and weights.", steps.peers, "run --work DIR"

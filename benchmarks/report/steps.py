@@ -245,6 +245,33 @@ def replay(facts: Json) -> list[Part]:
     return parts
 
 
+def heads(facts: Json) -> list[Part]:
+    """Tokens per step with and without a head's guesses, and where accepted nodes came from, by depth."""
+    by_place = {(run["data"], run["temperature"], run["budget"], run["heads"]): run for run in facts["runs"]}
+    rows, budgets, temperatures = [], distinct(facts["runs"], "budget"), distinct(facts["runs"], "temperature")
+    for data in distinct(facts["runs"], "data"):
+        cells = [data]
+        for temperature in temperatures:
+            for budget in budgets:
+                off, on = (by_place[data, temperature, budget, each]["tokens_per_step"] for each in ("off", "on"))
+                cells.append(f"{off:.2f} / {on:.2f}")
+        rows.append(cells)
+    columns = ["", *(f"{mode(each)}, {budget} nodes" for each in temperatures for budget in budgets)]
+    made = [Part(Table("Tokens per step without and with the head", columns, rows))]
+    depths = distinct([each for run in facts["runs"] for each in run["by_depth"]], "up_to_depth")
+    rows = []
+    for (data, temperature, budget, kind), run in by_place.items():
+        if kind == "off" or budget != max(budgets):
+            continue
+        for name, is_head in (("the head", True), ("the text", False)):
+            counts = [each for each in run["by_depth"] if (each["source"] == "head") is is_head]
+            by_depth = [sum(each["accepted"] for each in counts if each["up_to_depth"] == depth) for depth in depths]
+            rows.append([f"{data}, {mode(temperature)}", name, *map(str, by_depth)])
+    title = f"Accepted nodes by source and depth, {max(budgets)} nodes"
+    made.append(Part(Table(title, ["", "source", *(f"to depth {each}" for each in depths)], rows)))
+    return made
+
+
 def peers(facts: Json) -> list[Part]:
     """lpr and its peers."""
     return [Part(peers_table(facts))]
