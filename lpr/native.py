@@ -105,6 +105,7 @@ multiply_tiles: Callable[..., None] | None = getattr(_extension, "multiply_tiles
 (AMX). Elsewhere oneDNN multiplies."""
 
 DecoderLayer: Callable[..., Any] | None = getattr(_extension, "DecoderLayer", None)
+DecoderLayers: Callable[..., Any] | None = getattr(_extension, "DecoderLayers", None)
 """A decoder layer of these products, parts and attention as one call (lpr.model.cpu.decoder_layer)."""
 
 if _extension is not None:

@@ -9,6 +9,10 @@ using GivenWeight = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>;  // pack
 using GivenNorm = std::tuple<uintptr_t, float, int>;                    // weight, epsilon, weighing
 using Strides = std::pair<int64_t, int64_t>;                            // of a head, of a row
 
+struct LayersInOrder {
+  std::vector<LayerParts> layers;
+};
+
 PackedWeight weight_of(const GivenWeight& given) {
   return {std::get<0>(given), std::get<1>(given), std::get<2>(given), std::get<3>(given)};
 }
@@ -30,18 +34,29 @@ void bind_layer(nb::module_& m) {
                                   norms, heads, kv_heads, dim, static_cast<Activation>(activation), scale};
           },
           "is_half"_a, "qkv"_a, "out"_a, "gate_up"_a, "down"_a, "norms"_a, "heads"_a, "kv_heads"_a, "dim"_a,
-          "activation"_a, "scale"_a)
+          "activation"_a, "scale"_a);
+  nb::class_<LayersInOrder>(m, "DecoderLayers")
+      .def("__init__",
+           [](LayersInOrder* self, const std::vector<const LayerParts*>& layers) {
+             new (self) LayersInOrder;
+             for (const LayerParts* each : layers) self->layers.push_back(*each);
+           })
       .def(
           "run",
-          [](const LayerParts& self, uintptr_t reader, bool exact, uintptr_t hidden, uintptr_t result, uintptr_t cosines,
-             uintptr_t sines, int64_t batch, int64_t num_tokens, uintptr_t keys, Strides key_strides, uintptr_t values,
-             Strides value_strides, uintptr_t write_rows, int32_t window, int32_t chunk, int threads) {
-            LayerStates states{hidden, result, cosines, sines, batch, num_tokens, keys, values,
-                               key_strides.first, key_strides.second, value_strides.first, value_strides.second,
-                               reinterpret_cast<const int64_t*>(write_rows), {window, chunk}};
-            LayerRun(self, states, threads).run(*reinterpret_cast<PageReader*>(reader), exact);
-          },
-          nb::call_guard<nb::gil_scoped_release>());
+          [](const LayersInOrder& self, uintptr_t reader, bool exact, uintptr_t hidden, uintptr_t result, uintptr_t cosines,
+             uintptr_t sines, int64_t batch, int64_t num_tokens, const std::vector<uintptr_t>& keys, Strides key_strides,
+             const std::vector<uintptr_t>& values, Strides value_strides, uintptr_t write_rows, int32_t window,
+             int32_t chunk, int threads) {
+            size_t count = self.layers.size();
+            if (keys.size() != count || values.size() != count) throw std::invalid_argument("keys of each layer");
+            nb::gil_scoped_release released;
+            for (size_t i = 0; i < count; i++) {
+              LayerStates states{i ? result : hidden, result, cosines, sines, batch, num_tokens, keys[i], values[i],
+                                 key_strides.first, key_strides.second, value_strides.first, value_strides.second,
+                                 reinterpret_cast<const int64_t*>(write_rows), {window, chunk}};
+              LayerRun(self.layers[i], states, threads).run(*reinterpret_cast<PageReader*>(reader), exact);
+            }
+          });
 #endif
 }
 

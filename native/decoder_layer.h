@@ -39,7 +39,7 @@ struct LayerParts {
 
 // What a step gives it; the entries are [batch, num_tokens].
 struct LayerStates {
-  uintptr_t hidden, result;     // [entries, inputs of qkv]
+  uintptr_t hidden, result;     // [entries, inputs of qkv]; they may be the same
   uintptr_t cosines, sines;     // [entries, dim]
   int64_t batch, num_tokens;
   uintptr_t keys, values;       // of the cache, [kv_heads, rows, dim]

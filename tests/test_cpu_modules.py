@@ -145,7 +145,7 @@ def test_one_call_has_the_bits_of_the_parts(
         calls.clear()
         if not whole:
             for layer in model.model.layers:
-                object.__setattr__(layer.forward, "whole", None)
+                object.__setattr__(layer.forward, "run", None)
         cache = PagedCache(2, 700)
         steps = [
             [Row.chain(0, 0, range(20), 20), Row.chain(1, 0, range(30, 70), 40)],
@@ -154,8 +154,25 @@ def test_one_call_has_the_bits_of_the_parts(
             [Row.chain(0, 521, [9], 1)],
         ]
         found.append([runner.adapter.logits(rows, cache) for rows in steps])
-        assert len(calls) == (2 * 3 if whole else 0), "the first step makes the cache's layers"
+        assert len(calls) == (3 if whole else 0), "the first step makes the cache's layers"
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_layers_of_several_rules_or_with_hooks_are_not_computed_together() -> None:
+    if not can_tile(torch.float32, 2):
+        pytest.skip("this machine allows no tiles of float32, so no layer is one call")
+
+    def numbers(model: Any) -> list[int]:
+        accelerate(model)
+        return [len(layer.forward.run.layers) for layer in model.model.layers]
+
+    assert numbers(tiny_model(num_hidden_layers=3)) == [3, 1, 1]
+    hooked = tiny_model(num_hidden_layers=3)
+    hooked.model.layers[1].register_forward_hook(lambda *_: None)
+    assert numbers(hooked) == [1, 1, 1]
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    mixed = tiny_model("qwen2", num_hidden_layers=3, use_sliding_window=True, sliding_window=4, layer_types=kinds)
+    assert numbers(mixed) == [1, 1, 1]
 
 
 def test_a_copy_of_a_layer_has_weights_of_its_own() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lpr import native
-from lpr.model.cpu.decoder_layer import layer_of
+from lpr.model.cpu.decoder_layer import join_layers, layer_of
 from lpr.model.cpu.modules import mlp_of, norm_of
 from lpr.model.cpu.products import prepack
 
@@ -52,4 +52,5 @@ def accelerate(model: nn.Module) -> Accelerated:
             if replacement is not None:
                 module.forward = replacement
                 result.modules.setdefault(kind, []).append(module)
+    join_layers(model)
     return result

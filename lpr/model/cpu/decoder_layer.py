@@ -1,4 +1,7 @@
-"""A decoder layer of Llama's structure in C++: one call, or where it has parts of its own, product by product.
+"""Decoder layers of Llama's structure in C++: all in one call, or where one has parts of its own, product by product.
+
+A step reads all weights, so the interpreter's own memory is cold at each layer: 30 calls in place of one are a sixth of
+a step of one token.
 
 Covers the classes of transformers whose source is one of the forms below, whatever their names: Llama, SmolLM, Mistral,
 Qwen 2 and 3, Granite, Gemma and others, and with their own experts Mixtral and Qwen 3 MoE.
@@ -7,7 +10,7 @@ Qwen 2 and 3, Granite, Gemma and others, and with their own experts Mixtral and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -42,6 +45,15 @@ _ROTARY = ("9ce62a38972c64b9", "ecada8fc389a23a7")
 """apply_rotary_pos_emb of Llama, and the rotate_half that it calls."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """Layers that one call computes."""
+
+    layers: list[int]
+    call: Any
+    """native.DecoderLayers."""
+
+
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
     """The forward of a decoder layer inside a step; outside it the layer's own."""
@@ -61,9 +73,23 @@ class DecoderLayer:
     """Of what attention and MLP add to the residual."""
     whole: Any = field(init=False)
     """The same layer as one call (native.DecoderLayer); None if it is not of known parts alone."""
+    run: Run | None = field(init=False)
+    """The layers that are computed when this one is called; None if there is no such call, or an earlier layer's."""
+    follows: bool = field(init=False, default=False)
+    """True if the layer is in the run of an earlier one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", _whole(self))
+        self.begin([self])
+
+    def begin(self, layers: Sequence[DecoderLayer]) -> None:
+        """Compute `layers`, of which this is the first, whenever this one is called."""
+        wholes, run = [each.whole for each in layers], None
+        if native.DecoderLayers is not None and None not in wholes:
+            run = Run([each.attention.layer_idx for each in layers], native.DecoderLayers(wholes))
+        object.__setattr__(self, "run", run)
+        for each in layers[1:]:
+            object.__setattr__(each, "follows", True)
 
     def __reduce__(self) -> tuple[type[DecoderLayer], tuple[Any, ...]]:
         """A copy has weights of its own, so its one call is made anew."""
@@ -86,12 +112,17 @@ class DecoderLayer:
             kwargs[self.cache_argument] = cache
             found: Tensor = self.plain(hidden_states, position_embeddings=position_embeddings, **kwargs)
             return found
-        attention = self.attention
-        step, sides = current_step(), cache.layer_tensors.get(attention.layer_idx)
+        attention, step = self.attention, current_step()
+        assert step is not None
+        if self.follows and attention.layer_idx <= step.computed:
+            return hidden_states
+        step.computed = -1
         name = attention.config._attn_implementation
-        if self.whole is not None and sides and name in _NATIVE and isinstance(attention_mask, LayerRule):
-            assert step is not None and step.pages is not None
-            return self._in_one_call(hidden_states.contiguous(), position_embeddings, sides, step, attention_mask)
+        if self.run is not None and name in _NATIVE and isinstance(attention_mask, LayerRule):
+            sides = [cache.layer_tensors.get(index) for index in self.run.layers]
+            if None not in sides:
+                step.computed = self.run.layers[-1]
+                return self._in_one_call(hidden_states.contiguous(), position_embeddings, sides, step, attention_mask)
         states = self.qkv.multiply(self.norms[0].of(hidden_states.contiguous()))
         queries, keys, values = self._heads(states, *position_embeddings)
         keys, values = cache.update(keys, values, attention.layer_idx)
@@ -108,18 +139,19 @@ class DecoderLayer:
         self,
         states: Tensor,
         embeddings: tuple[Tensor, Tensor],
-        sides: tuple[Tensor, Tensor],
+        sides: Sequence[tuple[Tensor, Tensor]],
         step: StepInputs,
         rule: LayerRule,
     ) -> Tensor:
-        """The layer's output for `states` [R, N, H]; `sides` are the cache's keys and values [rows, H, D]."""
-        result, (keys, values) = torch.empty_like(states), sides
+        """The run's output for `states` [R, N, H]; `sides` are the cache's keys and values [rows, H, D], by layer."""
+        assert self.run is not None and step.pages is not None
+        result, (keys, values) = torch.empty_like(states), zip(*sides, strict=True)
         cosines, sines = (each.expand(len(states), -1, -1).contiguous() for each in embeddings)
-        self.whole.run(
+        self.run.call.run(
             step.pages.reader, self.attention.config._attn_implementation in EXACT_KERNELS.values(),
             states.data_ptr(), result.data_ptr(), cosines.data_ptr(), sines.data_ptr(), *states.shape[:2],
-            keys.data_ptr(), (keys.stride(1), keys.stride(0)), values.data_ptr(), (values.stride(1), values.stride(0)),
-            step.write_rows.data_ptr(), rule.window or 0, rule.chunk or 0, team_size(),
+            *_places(keys), *_places(values), step.write_rows.data_ptr(), rule.window or 0, rule.chunk or 0,
+            team_size(),
         )  # fmt: skip
         return result
 
@@ -137,6 +169,26 @@ class DecoderLayer:
 
     def _scaled(self, states: Tensor) -> Tensor:
         return states if self.multiplier == 1 else states * self.multiplier
+
+
+def _places(sides: Sequence[Tensor]) -> tuple[list[int], tuple[int, int]]:
+    """Where each of `sides` [rows, H, D] lies, and the strides of heads and rows, which all have."""
+    return [each.data_ptr() for each in sides], (sides[0].stride(1), sides[0].stride(0))
+
+
+def join_layers(model: nn.Module) -> None:
+    """Let the first layer of each list of decoder layers compute all of them, where all attend by one rule."""
+    for stack in model.modules():
+        if not isinstance(stack, nn.ModuleList) or len(stack) < 2:
+            continue
+        found = [vars(each).get("forward") for each in stack]
+        layers = [each for each in found if isinstance(each, DecoderLayer) and each.whole is not None]
+        if len(layers) < len(stack) or any(each._forward_hooks or each._forward_pre_hooks for each in stack):
+            continue
+        kinds = getattr(layers[0].attention.config, "layer_types", None) or ["full_attention"]
+        shapes = {(*each.qkv.sizes, each.attention.head_dim) for each in layers}
+        if len(set(kinds)) == len(shapes) == 1:
+            layers[0].begin(layers)
 
 
 def layer_of(module: Any) -> DecoderLayer | None:
