@@ -195,8 +195,9 @@ def main() -> None:
                     runs.append(run)
             if given.output:
                 facts = {"benchmark": "heads", "model": Path(given.model).name, "new_tokens": given.new_tokens}
-                command = {"command": "python -m dev.head_gain"}
-                write_json(given.output, {**facts, "runs": runs, **circumstances(), **command})
+                how = circumstances()
+                how["command"] = how["command"].replace("benchmarks.", "dev.", 1)
+                write_json(given.output, {**facts, "runs": runs, **how})
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ SECTIONS = {
     "heads": Section(
         "A trained prediction head",
         "Texts of SmolLM2-135M-Instruct, replayed with and without what a head guesses that was trained for it; eight "
-        "seeds at 0.8. The command writes the texts first.",
+        "seeds at 0.8. The command needs LPR_PURE_PYTHON=1, and writes the texts first if it is given --prompts.",
         steps.heads, "--model FOLDER --head mtp.safetensors --texts FILE.safetensors", "dev.head_gain",
     ),
     "peers": Section(

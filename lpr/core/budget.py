@@ -257,7 +257,7 @@ class AdaptiveBudget:
         self._expected_tokens = None
         self._spread(num_homes if num_homes is not None else len(self._parts))
         # One rank has no pending tokens but a prompt's, whatever is drafted. Beside them nodes are cheaper than in any
-        # other step, but whoever waits for a first token pays for them: its tree is as large as the next one will be.
+        # other step, but whoever waits for a first token pays for them: they are priced as in the next step.
         self._step = (count, pending if self.num_ranks > 1 else 0)
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:

@@ -185,7 +185,10 @@ def join_layers(model: nn.Module) -> None:
         layers = [each for each in found if isinstance(each, DecoderLayer) and each.whole is not None]
         if len(layers) < len(stack) or any(each._forward_hooks or each._forward_pre_hooks for each in stack):
             continue
-        kinds = getattr(layers[0].attention.config, "layer_types", None) or ["full_attention"]
+        config = layers[0].attention.config
+        if len(stack) != config.num_hidden_layers:
+            continue
+        kinds = getattr(config, "layer_types", None) or ["full_attention"]
         shapes = {(*each.qkv.sizes, each.attention.head_dim) for each in layers}
         if len(set(kinds)) == len(shapes) == 1:
             layers[0].begin(layers)

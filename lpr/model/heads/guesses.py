@@ -143,7 +143,10 @@ class Guesser:
                 del self._late[each.slot]
 
     def _join(self, chain: Chain, hidden: dict[int, Tensor]) -> _Late:
-        """The entries of `chain` behind those of its slot that wait, if it goes on where they end."""
+        """The entries of `chain` behind those of its slot that wait, if it goes on where they end.
+
+        An ended request's may end there by chance: guesses suffer from it, no result does.
+        """
         row = chain.row
         late = self._late.pop(row.slot, None)
         if late is None or late.begin + len(late.tokens) != row.num_cached:
