@@ -66,9 +66,12 @@ def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert correct["eager"]["equal_to_cpu"] == correct["graphs_equal_to_eager"] == {"greedy": 2, "seeded": 2}
     assert record["sections"]["ranks:2"]["equal_to_cpu"] == {"greedy": 2, "seeded": 2}
     assert set(record["sections"]["ranks:2"]["gather_us"]) == {"64", "1024", "16384"}
-    assert record["sections"]["killed:2"] | {"seconds": 0} == {
-        "num_ranks": 2, "prompts": 2, "killed": 1, "same_ids": 2, "seconds": 0,
-        "seconds without a loss": 0.0, "seconds with a loss": 0.0,
+    killed = record["sections"]["killed:2"]
+    assert {name: value for name, value in killed.items() if "seconds" not in name} == {
+        "num_ranks": 2, "prompts": 2, "killed": 1, "same_ids": 2,
+    }  # fmt: skip
+    assert {name for name in killed if "seconds" in name} == {
+        "seconds", "seconds without a loss", "seconds with a loss",
     }  # fmt: skip
     assert record["sections"]["build:tiny"]["self_check"] == "passed"
     assert record["sections"]["end_to_end:tiny"]["same_text"] == {"greedy": True, "sampled": True}
@@ -107,11 +110,11 @@ def test_a_section_is_cut_off_at_its_budget_and_not_begun_without_it(tmp_path: P
     def slow() -> dict[str, Any]:
         while True:
             with suppress(Exception):
-                time.sleep(5.0)
+                time.sleep(60.0)
 
     report = Report(tmp_path / "out.json", 0.1, (), {"slow": 0.2, "long": 7.0, "quick": 1.0})
     began = time.perf_counter()
-    assert report.run("slow:one", slow) is None and time.perf_counter() - began < 3
+    assert report.run("slow:one", slow) is None and time.perf_counter() - began < 30
     assert report.run("long", lambda: {"ran": True}) is None and report.run("quick", lambda: {"ran": True})
     record = report.write()
     assert record["sections"]["slow:one"]["cut"] == "cut off after its 0.2 s"

@@ -173,8 +173,8 @@ def test_a_rank_that_never_comes_does_not_hold_the_others(monkeypatch: pytest.Mo
     """The search for the members of a group ends as soon as one of them is known to be lost."""
     began = time.monotonic()
     with pytest.raises(CommError, match="did not find each other: it was killed"):
-        group.connect(hash_store(), 0, 2, torch.device("cpu"), 5.0, lambda: "it was killed")
-    assert time.monotonic() - began < 4
+        group.connect(hash_store(), 0, 2, torch.device("cpu"), 60.0, lambda: "it was killed")
+    assert time.monotonic() - began < 40
     group.abandoned.pop()
 
 

@@ -231,7 +231,7 @@ def inject(fault: str | None, engine: Engine, comm: ProcessComm) -> None:
 
 def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: Path) -> None:
     results: dict[str, object] = {}
-    with join(world, "cpu", 60.0, int(job["tp"])) as comm:  # type: ignore[call-overload]
+    with join(world, "cpu", 240.0, int(job["tp"])) as comm:  # type: ignore[call-overload]
         assert isinstance(comm, ProcessComm)
         for name, case in job["cases"].items():
             try:
