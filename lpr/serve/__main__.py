@@ -25,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         argv += concealed()
         args = parse(argv)
-        gc.freeze()  # a pass over all that is imported would stop the event loop for 50 ms, again and again
         attached = Path(os.environ[SOCKET]) if SOCKET in os.environ else None
-        return asyncio.run(Front(args, argv, attached).run())
+        # Frozen, as a pass over all that is imported would stop the event loop for 50 ms, again and again.
+        return asyncio.run(Front(args, argv, attached, loaded=gc.freeze).run())
     except InputError as failure:
         print(f"lpr.serve: error: {failure}", file=sys.stderr)
         return 2

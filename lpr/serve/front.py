@@ -51,13 +51,15 @@ class Front:
         argv: Sequence[str],
         attached: Path | None = None,
         make_ranks: Callable[[Path], Ranks] | None = None,
+        loaded: Callable[[], None] = lambda: None,
     ) -> None:
         """Read files and bind the port; raises InputError.
 
         `attached` is the socket for ranks that a launcher started. Without it the front starts them, by default as
-        processes with the flags `argv`.
+        processes with the flags `argv`. `loaded` is called when a model is served first, and when its facts change.
         """
         self.args = args
+        self._loaded = loaded
         self._attached = attached
         self._make_ranks = make_ranks or (lambda path: Ranks(argv, args.lp or 1, args.tp, path))
         self._keys = Keys.read(args.api_key, args.api_key_file)
@@ -154,7 +156,8 @@ class Front:
         """Serve the model of which the ranks have told."""
         if self._routes is not None and self.service.mesh.facts is not None:
             try:
-                self._routes.load(self.service.mesh.facts)
+                if self._routes.load(self.service.mesh.facts):
+                    self._loaded()
             except (InputError, ValueError) as failure:
                 self._fail(2, str(failure))
 

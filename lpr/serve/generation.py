@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 from lpr.protocol import Chunk, ErrorCode, RequestId, TokenLogprobs, Usage
 from lpr.serve.errors import ApiError
+from lpr.serve.inbox import Inbox
 from lpr.serve.jobs import Job, Terms, Wanted
 from lpr.serve.service import Service
 
@@ -98,14 +99,14 @@ class Generation:
         self._receive = receive
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self._queue: asyncio.Queue[Chunk] = asyncio.Queue()
+        self._inbox = Inbox()
         self.scored: list[Choice] = []
         for index, each in enumerate(scored):
-            job = service.open(each, replace(terms, details=False), self._queue, True)
+            job = service.open(each, replace(terms, details=False), self._inbox, True)
             self.scored.append(Choice(index, job))
         self.choices: list[Choice] = []
         for index, each in enumerate(wanted):
-            job = service.open(each, terms, self._queue, not scored)
+            job = service.open(each, terms, self._inbox, not scored)
             self.choices.append(Choice(index, job, limits() if limits is not None else None))
         self._all = [*self.scored, *self.choices]
         self._by_id: dict[RequestId, Choice] = {choice.job.id: choice for choice in self._all}
@@ -113,10 +114,12 @@ class Generation:
 
     async def __aenter__(self) -> Generation:
         self._gone = asyncio.create_task(_disconnect(self._receive))
+        self._gone.add_done_callback(lambda _: self._inbox.wake())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.cancel()
+        self._inbox.close()
         if self._gone is not None:
             self._gone.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -132,7 +135,7 @@ class Generation:
         for choice in self._all:
             if choice.finish_reason is None:
                 self._service.cancel(choice.job)
-                self._queue.put_nowait(Chunk(choice.job.id, [], "", "abort"))
+                self._inbox.put(Chunk(choice.job.id, [], "", "abort"))
 
     async def events(self, keep_alive: float | None = None) -> AsyncIterator[Event | None]:
         """Every step of every choice until all are finished; None after each `keep_alive` seconds without one.
@@ -158,7 +161,7 @@ class Generation:
             await asyncio.wait({self._gone}, timeout=max(0.0, wait))
             if self._gone.done():
                 raise DisconnectedError
-            taken = [self._take(self._queue.get_nowait()) for _ in range(self._queue.qsize())]
+            taken = [self._take(self._inbox.take()) for _ in range(len(self._inbox))]
             if not taken:
                 self._check_time()
             yield [event for event in taken if event is not None]
@@ -173,20 +176,13 @@ class Generation:
 
     async def _next(self, keep_alive: float | None) -> Chunk | None:
         assert self._gone is not None
-        with contextlib.suppress(asyncio.QueueEmpty):
-            if not self._gone.done():
-                return self._queue.get_nowait()
-        left = self._deadline - time.monotonic()
-        getting = asyncio.create_task(self._queue.get())
-        try:
-            wait = left if keep_alive is None else min(left, keep_alive)
-            await asyncio.wait({getting, self._gone}, timeout=max(0.0, wait), return_when=asyncio.FIRST_COMPLETED)
-            if self._gone.done():
-                raise DisconnectedError
-            if getting.done():
-                return getting.result()
-        finally:
-            getting.cancel()
+        if not self._inbox and not self._gone.done():
+            left = self._deadline - time.monotonic()
+            await self._inbox.wait(max(0.0, left if keep_alive is None else min(left, keep_alive)))
+        if self._gone.done():
+            raise DisconnectedError
+        if self._inbox:
+            return self._inbox.take()
         self._check_time()
         return None
 

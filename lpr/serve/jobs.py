@@ -8,14 +8,13 @@ they were started. A request that makes progress never fails.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lpr.config import SamplingParams
-from lpr.protocol import Chunk
+from lpr.serve.inbox import Inbox
 
 SUSPECT_DEATHS = 2
 """Deaths of all ranks in a row, without a token in between, that make a request a suspect."""
@@ -54,7 +53,7 @@ class Job:
     prompt_ids: list[int]
     params: SamplingParams
     terms: Terms
-    chunks: asyncio.Queue[Chunk]
+    inbox: Inbox
     arrived: float = field(default_factory=time.monotonic)
     was_given: bool = False
     """True once a driver got it. The ranks may hold it since then, also after that driver was lost."""

@@ -22,8 +22,8 @@ class Link:
         self._receive = receive
         self._lost = lost
         self._server: asyncio.Server | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._driver: _Connection | None = None
+        self._open: set[_Connection] = set()
         self._epoch = -1
         self._path: Path | None = None
 
@@ -34,19 +34,19 @@ class Link:
         """
         await self.close()
         self._path, self._epoch = path, -1
-        self._server = await asyncio.start_unix_server(self._serve, path)
+        self._server = await asyncio.get_running_loop().create_unix_server(lambda: _Connection(self), path)
         path.chmod(0o600)
 
     def send(self, message: ToDriver) -> None:
         """Send a message, if a driver is connected."""
-        if self._writer is not None:
-            self._writer.write(frame(message))
+        if self._driver is not None:
+            self._driver.transport.write(frame(message))
 
     def hang_up(self) -> None:
         """Drop the driver and ignore its further messages."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._driver is not None:
+            self._driver.transport.close()
+            self._driver = None
             self._lost()
 
     async def close(self) -> None:
@@ -55,47 +55,73 @@ class Link:
             self._server.close()
             self._server = None
         self.hang_up()
-        for writer in self._serving.values():
-            writer.close()
-        if self._serving:
-            await asyncio.wait(self._serving, timeout=_FAREWELL)
-        for writer in self._serving.values():  # a stopped process reads nothing
-            writer.transport.abort()
+        for connection in self._open:
+            connection.transport.close()
+        if self._open:
+            await asyncio.wait([each.closed for each in self._open], timeout=_FAREWELL)
+        for connection in self._open:  # a stopped process reads nothing
+            connection.transport.abort()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._serving[task] = writer
-        frames = FrameReader(ToFront)
-        greeted = False
-        try:
-            if not is_ours(writer.get_extra_info("socket")):
-                raise ProtocolError("a process of another user")
-            while data := await reader.read(1 << 16):
-                for message in frames.feed(data):
-                    if not greeted:
-                        self._greet(message, writer)
-                        greeted = True
-                    elif self._writer is writer:
-                        self._receive(message)
-        except (ProtocolError, ConnectionError):
-            pass  # as if it had hung up
-        finally:
-            if self._writer is writer:
-                self.hang_up()
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-            self._serving.pop(task, None)
+    def take(self, message: ToFront, connection: _Connection) -> None:
+        """Take a message of a connection; raises ProtocolError."""
+        if connection is self._driver:
+            self._receive(message)
+        elif not connection.greeted:
+            self._greet(message, connection)
 
-    def _greet(self, message: ToFront, writer: asyncio.StreamWriter) -> None:
+    def _greet(self, message: ToFront, connection: _Connection) -> None:
         """Replace the driver by one of a later epoch; raises ProtocolError if it is not."""
         if not isinstance(message, Hello) or message.protocol != PROTOCOL:
             raise ProtocolError("a driver of another version of lpr")
-        if message.epoch < self._epoch or (message.epoch == self._epoch and self._writer is not None):
+        if message.epoch < self._epoch or (message.epoch == self._epoch and self._driver is not None):
             raise ProtocolError("a driver of an earlier epoch, or a stranger")
+        connection.greeted = True
         self.hang_up()
-        self._writer, self._epoch = writer, message.epoch
+        self._driver, self._epoch = connection, message.epoch
         self._receive(message)
+
+    def opened(self, connection: _Connection) -> None:
+        """Note a connection."""
+        self._open.add(connection)
+
+    def ended(self, connection: _Connection) -> None:
+        """Note the end of a connection."""
+        if self._driver is connection:
+            self.hang_up()
+        self._open.discard(connection)
+
+
+class _Connection(asyncio.Protocol):
+    """A connection of a driver. Messages are taken as they are read: a stream and its task would cost every token two
+    more turns of the event loop.
+    """
+
+    transport: asyncio.WriteTransport
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._frames = FrameReader(ToFront)
+        self.greeted = False
+        """True once its Hello was taken."""
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self._link.opened(self)
+        if not is_ours(transport.get_extra_info("socket")):
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        with contextlib.suppress(ProtocolError):
+            for message in self._frames.feed(data):
+                if self.transport.is_closing():
+                    return
+                self._link.take(message, self)
+            return
+        self.transport.close()  # as if it had hung up
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._link.ended(self)
+        self.closed.set_result(None)

@@ -55,12 +55,17 @@ class Routes:
         self.context.start()
         return self._serving
 
-    def load(self, facts: Facts) -> None:
-        """Serve the model that `facts` tell of, if that is news; raises InputError or ValueError for bad settings."""
-        if self.context.served is None or self.context.served.facts.max_length != facts.max_length:
-            args = self._args
-            defaults = read_defaults(args.generation_config, facts.generation, args.override_generation_config)
-            self.context.load(Served(facts, args.names, args.fim, self._template, defaults, args.tool_call_parser))
+    def load(self, facts: Facts) -> bool:
+        """Serve the model that `facts` tell of, and return whether that is news.
+
+        Raises InputError or ValueError for bad settings.
+        """
+        if self.context.served is not None and self.context.served.facts.max_length == facts.max_length:
+            return False
+        args = self._args
+        defaults = read_defaults(args.generation_config, facts.generation, args.override_generation_config)
+        self.context.load(Served(facts, args.names, args.fim, self._template, defaults, args.tool_call_parser))
+        return True
 
     async def close(self) -> None:
         """End the server and the processes beside it."""

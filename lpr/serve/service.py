@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Submit
 from lpr.serve.errors import ApiError
+from lpr.serve.inbox import Inbox
 from lpr.serve.jobs import Job, Jobs, Terms, Wanted, acquit, blame
 from lpr.serve.mesh_state import MeshState
 from lpr.serve.messages import Facts, Finish, Hello, Load, Loading, Pulse, Refused, Resume, Stepped, ToDriver, ToFront
@@ -113,14 +114,14 @@ class Service:
         self,
         wanted: Wanted,
         terms: Terms,
-        chunks: asyncio.Queue[Chunk],
+        inbox: Inbox,
         ready: bool,
     ) -> Job:
         """Accept a request, after `check_room`. It is then either finished or cancelled.
 
-        Its chunks go to `chunks`. One that is not `ready` takes room in the queue, and begins after `release`.
+        Its chunks go to `inbox`. One that is not `ready` takes room in the queue, and begins after `release`.
         """
-        job = Job(next(self._ids), wanted.prompt_ids, wanted.params, terms, chunks, token_ids=list(wanted.delivered))
+        job = Job(next(self._ids), wanted.prompt_ids, wanted.params, terms, inbox, token_ids=list(wanted.delivered))
         job.prediction = wanted.prediction
         if wanted.delivered:
             job.num_delivered, job.num_characters = len(wanted.delivered), None
@@ -303,18 +304,18 @@ class Service:
             job.latest = now
         job.num_characters += len(chunk.text)
         if chunk.token_ids or chunk.text or chunk.finish_reason is not None:
-            job.chunks.put_nowait(chunk)
+            job.inbox.put(chunk)
         if chunk.finish_reason is not None:
             self._end(job, chunk)
 
     def _end_as_stopped(self, job: Job) -> None:
         """End a complete job whose usage is lost."""
-        job.chunks.put_nowait(Chunk(job.id, [], "", "stop"))
+        job.inbox.put(Chunk(job.id, [], "", "stop"))
         self.cancel(job, "stop")
 
     def _fail(self, job: Job, failure: Failure) -> None:
         chunk = Chunk(job.id, [], "", "error", failure)
-        job.chunks.put_nowait(chunk)
+        job.inbox.put(chunk)
         self._end(job, chunk)
 
     def _end(self, job: Job, chunk: Chunk) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from lpr.serve.api.context import Context
 from lpr.serve.bodies.completions import Sampling, StreamOptions
 from lpr.serve.errors import ApiError
 from lpr.serve.generation import Choice, DisconnectedError, Event, Generation
+from lpr.serve.inbox import Alarm
 from lpr.serve.text.served import Served
 
 KEEP_ALIVE = 10.0
@@ -271,10 +273,12 @@ class _EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for data in self._events:
-                async with asyncio.timeout(self._stall):
-                    body = padded(data, self._block)
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            async with asyncio.timeout(None) as patience:
+                with closing(Alarm(partial(patience.reschedule, 0.0))) as alarm:
+                    async for data in self._events:
+                        alarm.set(self._stall)
+                        await send({"type": "http.response.body", "body": padded(data, self._block), "more_body": True})
+                        alarm.at = None
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             pass  # the answer does not end, which closes the connection
