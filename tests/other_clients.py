@@ -50,7 +50,7 @@ call timer_start(500, 'Trigger')
 def has(package: str) -> bool:
     """Is a package installed? Asked by another process, as some set environment variables when they are found."""
     code = f"import importlib.util as u; exit(not u.find_spec({package!r}))"
-    return subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    return subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 def node_modules() -> Path | None:
@@ -73,7 +73,7 @@ def ask_with_node(url: str, *more: str) -> dict[str, Any]:
         script = Path(folder) / "client.mjs"
         shutil.copy(Path(__file__).parent / "node_client.mjs", script)
         (Path(folder) / "node_modules").symlink_to(modules)
-        done = subprocess.run(["node", script, url, *more], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(["node", script, url, *more], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
@@ -94,5 +94,5 @@ def fill_with_vim(url: str, text: str) -> str:
         file.write_text(text)
         script.write_text(VIM % {"url": url, "plugin": vim_plugin()})
         command = ["script", "-qec", f"vim -u {script} {file}", "/dev/null"]
-        subprocess.run(command, timeout=90, capture_output=True, env={**os.environ, "TERM": "xterm"})
+        subprocess.run(command, timeout=300, capture_output=True, env={**os.environ, "TERM": "xterm"})
         return file.read_text()

@@ -155,6 +155,6 @@ def test_a_missing_package_is_one_line() -> None:
     program = (
         "import runpy, sys; sys.modules['httpx'] = None; runpy.run_module('benchmarks.chaos', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr == "benchmarks: the package httpx is missing: pip install -e '.[bench]'\n"

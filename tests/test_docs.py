@@ -273,7 +273,7 @@ def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "program.py"]
     threads = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | threads, capture_output=True, text=True, timeout=180
+        command, cwd=tmp_path, env=os.environ | threads, capture_output=True, text=True, timeout=300
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout) > 20

@@ -231,7 +231,7 @@ def test_a_revision_is_that_of_weights_and_tokenizer(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("HF_HUB_CACHE", None)
     command = [sys.executable, "-c", REVISIONS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     *loaded, unknown = json.loads(done.stdout.splitlines()[-1])
     first, second = [pytest.approx(sums["a"]), length], [pytest.approx(sums["b"]), length + 1]
     assert loaded == [first, first, second, second] and first != second

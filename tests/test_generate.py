@@ -216,7 +216,7 @@ def test_interrupt_leaves_what_is_finished(tmp_path: Path) -> None:
             assert process.poll() is None
             subprocess.run(["sleep", "0.05"], check=True)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 130

@@ -138,7 +138,7 @@ def test_the_environment_chooses_the_specification() -> None:
     for choice, said in (("1", "True None"), ("0", f"{NATIVE is None} {lpr.native.missing}")):
         environment = {**os.environ, "LPR_PURE_PYTHON": choice}
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=True
         )
         assert done.stdout.strip() == said
 

@@ -92,7 +92,7 @@ def test_shards_are_those_of_transformers() -> None:
     """Parameters, K/V and collectives of five families on two and four ranks, as transformers itself shards them."""
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "sharded.py"), "2,4", *FAMILIES]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [(row["tp"], row["model_type"]) for row in rows] == [(tp, name) for tp in (2, 4) for name in FAMILIES]

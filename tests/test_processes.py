@@ -133,7 +133,7 @@ def test_a_killed_rank_ends_the_job(many: Path, tmp_path: Path) -> None:
         killed = time.monotonic()
         wait_for(lambda: not Path(f"/proc/{ranks[0]}").exists() or b"Z" in state(ranks[0]), 10)
         assert time.monotonic() - killed < 10
-        _, err = agent.communicate(timeout=60)
+        _, err = agent.communicate(timeout=300)
     finally:
         agent.kill()
     assert agent.returncode != 0

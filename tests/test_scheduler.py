@@ -501,4 +501,4 @@ def test_loads_without_torch() -> None:
         "m = u.module_from_spec(spec); sys.modules['s'] = m; spec.loader.exec_module(m);"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=True, timeout=300)

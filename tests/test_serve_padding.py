@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import statistics
 import time
 
 import openai
@@ -122,7 +123,7 @@ def test_a_stream_comes_at_fixed_times_whatever_it_holds():
                         times.append(time.monotonic())
             steps = [event["choices"][0] for event in events if event["choices"]]
             gaps = [after - before for before, after in itertools.pairwise(times[: len(steps)])]
-            assert all(gap > 0.05 for gap in gaps), gaps
+            assert statistics.median(gaps) > 0.05, gaps  # one that was read late comes close to the next
             found[per_step] = len(steps)
             assert "".join(step["text"] for step in steps) == LONG == plain.json()["choices"][0]["text"]
             ids = [token for step in steps for token in step["token_ids"]]

@@ -384,7 +384,7 @@ def test_ways_to_reach_a_store(kind, tmp_path, monkeypatch):
         key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
         made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
         extra = ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-        subprocess.run([*made, *extra], check=True, capture_output=True, timeout=60)
+        subprocess.run([*made, *extra], check=True, capture_output=True, timeout=300)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

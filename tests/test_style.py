@@ -54,7 +54,7 @@ def test_public_names() -> None:
 
 def test_core_loads_without_torch() -> None:
     code = "import sys, lpr.core.drafting, lpr.core.state; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
 
 
 def question_docstrings(path: Path) -> list[str]:
