@@ -147,6 +147,7 @@ struct AcceptanceHistory {
   std::vector<Promises> by_band = std::vector<Promises>(constants.num_bands);
   Numbers offered = Numbers(constants.num_bands, 0.0);
   int64_t quiet = 0, pause = 0;
+  bool is_new = true;
 
   Numbers trusts(const Numbers& first) const {
     Numbers found;
@@ -157,6 +158,7 @@ struct AcceptanceHistory {
   }
 
   void record_step(const Numbers& promised, const std::vector<int64_t>& kept, double memory, double idle) {
+    is_new = false;
     for (size_t band = 0; band < by_band.size(); band++)
       by_band[band].record_step(promised[band], kept[band], memory, idle);
   }
@@ -240,6 +242,7 @@ class AdaptiveBudget : public Budget {
     if (!expected_)
       expected_ = std::make_shared<ExpectedTokens>(count_, other_tokens, pending_, held, limit_, num_ranks, times);
     Numbers first = all_.trusts(Numbers(constants.num_bands, 1.0));
+    if (history.is_new) first = first_trees_.trusts(first);
     return {limit_ - held, Price(expected_), window ? columns_ : 0, history.trusts(first)};
   }
 
@@ -300,7 +303,10 @@ class AdaptiveBudget : public Budget {
         by_window += source == kWindow;
         by_pool += source == kPool;
       }
+      bool is_first = histories[i]->is_new;
       histories[i]->record_step(histories[i]->offered, accepted, constants.trust_memory, constants.plain_memory);
+      if (is_first)
+        first_trees_.record_step(histories[i]->offered, accepted, constants.long_memory, constants.plain_memory);
       if (!histories[i]->has_offered()) continue;
       offered = true;
       all_.record_step(histories[i]->offered, accepted, constants.long_memory, constants.long_memory);
@@ -391,7 +397,7 @@ class AdaptiveBudget : public Budget {
   int64_t limit_ = 0, window_nodes_ = 0, columns_ = 0, count_ = 1, pending_ = 0;
   double first_yield_[2], yield_[2], segment_wide_ = 0.0, segment_plain_ = 0.0;
   int segment_ = 0;
-  AcceptanceHistory all_;
+  AcceptanceHistory all_, first_trees_;
   std::shared_ptr<ExpectedTokens> expected_;
 };
 

@@ -213,6 +213,35 @@ def test_a_chain_that_breaks_off_takes_the_trust_from_what_is_deeper_alone(break
     assert other is not None and other == pytest.approx(trusts, abs=0.15), "a new sequence starts from all others"
 
 
+@pytest.mark.parametrize(("first", "later"), [(0, 4), (4, 0)])
+def test_how_a_text_begins_is_trusted_by_how_others_began(first: int, later: int) -> None:
+    """MT-Bench's first trees promised 3.2 tokens and gave 0.9, GSM8K's promised 3.5 and gave 4.9 (SmolLM2)."""
+    budget = trie_budget(FLAT)
+
+    def step(history: AcceptanceHistory, kept: int) -> None:
+        draft = chain([0.9] * 4)
+        cut(budget, [draft], [history])
+        budget.observe([draft.tree], [range(1 + kept)], [history])
+
+    def trust(history: AcceptanceHistory) -> float:
+        trusts = budget.request(history).trusts
+        assert trusts is not None
+        return trusts[0]
+
+    for _ in range(12):
+        history = AcceptanceHistory()
+        for kept in (first, later, later, later):
+            step(history, kept)
+    begun = AcceptanceHistory()
+    begun.is_new = False
+    new, other = trust(AcceptanceHistory()), trust(begun)
+    assert (new < 0.3 < 0.6 < other) if first < later else (new > 0.8 > 0.4 > other)
+    for _ in range(800):  # nothing that was not tried is held against them for ever
+        history = AcceptanceHistory()
+        budget.observe([chain([]).tree], [[0]], [history])
+    assert trust(AcceptanceHistory()) == pytest.approx(1.0, abs=0.1)
+
+
 def test_no_node_is_more_likely_than_its_parent_however_its_depth_is_trusted() -> None:
     history = AcceptanceHistory()
     for band, (kept, promised) in enumerate([(1, 10), (30, 10), (0, 5), (4, 4), (9, 3), (1, 1), (2, 1)]):

@@ -155,6 +155,8 @@ class AcceptanceHistory:
     """Steps in a row whose best size was no draft at all."""
     pause: int = 0
     """Plain steps until drafts are tried again."""
+    is_new: bool = True
+    """True until a step of the sequence is counted."""
 
     def trusts(self, first: Sequence[float] = (1.0,) * constants.NUM_BANDS) -> list[float]:
         """By band, the factor for path probabilities; `first` where nothing was tried.
@@ -169,6 +171,7 @@ class AcceptanceHistory:
 
     def record_step(self, offered: Sequence[float], accepted: Sequence[int], memory: float, idle: float) -> None:
         """Count a step by band (Promises.record_step)."""
+        self.is_new = False
         for promises, promised, kept in zip(self.by_band, offered, accepted, strict=True):
             promises.record_step(promised, kept, memory, idle)
 
@@ -240,7 +243,7 @@ class AdaptiveBudget:
             plain, wide = self._milliseconds(np.array([1, 1 + self._window_nodes]))
             self.window = bool((1 + earned) / wide > 1 / plain)
         self._segment: list[tuple[float, float]] = []
-        self._all = AcceptanceHistory()
+        self._all, self._first_trees = AcceptanceHistory(), AcceptanceHistory()
         self._expected_tokens: ExpectedTokens | None = None
 
     def _spread(self, num_homes: int) -> None:
@@ -268,7 +271,11 @@ class AdaptiveBudget:
         if self._expected_tokens is None:
             tokens = self._step[0] + self.other_tokens
             self._expected_tokens = ExpectedTokens(tokens, *self._price_nodes(np.array(self.times), *self._step, held))
-        price, trusts = Price(self._expected_tokens), history.trusts(self._all.trusts())
+        trusts = self._all.trusts()
+        if history.is_new:
+            # How a text begins is as the texts before it began, or not at all so, and the odds of copying do not know.
+            trusts = self._first_trees.trusts(trusts)
+        price, trusts = Price(self._expected_tokens), history.trusts(trusts)
         return DraftRequest(self._limit - held, price, self._columns if self.window else 0, trusts)
 
     def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
@@ -305,7 +312,10 @@ class AdaptiveBudget:
             accepted = [0] * constants.NUM_BANDS
             for node in path[1:]:
                 accepted[band_of(tree.depths[node])] += tree.sources[node] != Source.WINDOW
+            is_first = history.is_new
             history.record_step(history.offered, accepted, constants.TRUST_MEMORY, constants.PLAIN_MEMORY)
+            if is_first:
+                self._first_trees.record_step(history.offered, accepted, constants.LONG_MEMORY, constants.PLAIN_MEMORY)
             if any(history.offered):
                 is_plain = False
                 self._all.record_step(history.offered, accepted, constants.LONG_MEMORY, constants.LONG_MEMORY)
