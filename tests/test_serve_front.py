@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
+import fake_driver
 import httpx
 import pytest
 from fake_driver import facts, served, tokenizer_json, wait_for
@@ -678,6 +680,15 @@ def test_a_request_that_takes_too_long_is_ended():
         wait_for(lambda: len(service.driver.aborted) == 1)
         steps, done = events(service.client.post("/v1/completions", json={"prompt": PROMPT, "stream": True}))
         assert done and steps[-1]["error"]["code"] == "timeout"
+
+
+def test_a_model_is_loaded_once_not_with_each_message(monkeypatch):
+    """The program has the collector skip what is there then: earlier the endpoints are missing, and often is costly."""
+    loads = []
+    monkeypatch.setattr(fake_driver, "Front", partial(fake_driver.Front, loaded=lambda: loads.append(1)))
+    with served() as service:
+        service.client.post("/v1/completions", json={"prompt": PROMPT}).raise_for_status()
+        assert loads == [1]
 
 
 def test_scoring_and_generating_have_one_deadline():

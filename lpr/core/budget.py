@@ -273,10 +273,10 @@ class AdaptiveBudget:
             self._expected_tokens = ExpectedTokens(tokens, *self._price_nodes(np.array(self.times), *self._step, held))
         trusts = self._all.trusts()
         if history.is_new:
-            # How a text begins is as the texts before it began, or not at all so, and the odds of copying do not know.
+            # Some kinds of texts begin alike and others do not, which calibration by a match's length cannot tell.
             trusts = self._first_trees.trusts(trusts)
-        price, trusts = Price(self._expected_tokens), history.trusts(trusts)
-        return DraftRequest(self._limit - held, price, self._columns if self.window else 0, trusts)
+        columns = self._columns if self.window else 0
+        return DraftRequest(self._limit - held, Price(self._expected_tokens), columns, history.trusts(trusts))
 
     def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
         """Cut the trees to the nodes that pay; a sequence without any for several steps pauses."""
