@@ -1,8 +1,9 @@
 // The items of paged_attention.h in bfloat16 by a core's matrix unit (Intel AMX).
 //
-// Scores are keys times queries, so keys are read as they lie in a page, 16 at a time, and come out as [keys, lanes], as
-// the running softmax wants them. Its weights are multiplied by pairs of values side by side, as sums of two bfloat16:
-// one alone would leave errors as large as the rounding of the output, other ones in every shape of a tree.
+// Scores are queries times keys and come out as [lanes, keys], so that the weights made of them are rows of the next
+// product as they lie. The other side of a product wants pairs of its inputs side by side: keys and values are laid out so
+// once for all lanes of an item. Weights are sums of two bfloat16: one alone would leave errors as large as the rounding of
+// the output, other ones in every shape of a tree.
 #pragma once
 
 #include "amx.h"
@@ -11,56 +12,19 @@
 #ifdef LPR_HAS_AMX
 namespace lpr {
 
-constexpr int kChunk = 4;  // vectors of lanes whose scores are made together
+constexpr int kChunk = 2;                          // vectors of lanes that go through a block together
+constexpr int kGroups = kKeys / 16;                // of 16 keys, in a block
+constexpr int kLaneFloats = kLanes * kKeys;        // scores of a vector of lanes
+constexpr int64_t kWeightRow = kKeys * 2;          // bytes of a lane's weights
+constexpr int kWeightParts = 2;
 
 inline bool fits_amx(const PagedStep& step, const LayerCall& call) {
   return call.is_half && call.dim % kTileInputs == 0 && call.value_dim % kLanes == 0 && step.page_size % kTileRows == 0;
 }
 
-// Scores [64 keys][N vectors] of a block and N vectors of queries [N][dim / 32][16 pairs][16 lanes][2], scaled.
-template <int N>
-LPR_AMX inline void score_tiles(const char* const* keys, int64_t key_bytes, int count, const uint16_t* queries, int steps,
-                                float scale, float* scores) {
-  for (int group = 0; group * kTileRows < count; group++) {
-    const char* rows = keys[group];
-    _tile_zero(0);
-    if (N > 1) _tile_zero(1);
-    if (N > 2) _tile_zero(2);
-    if (N > 3) _tile_zero(3);
-    for (int step = 0; step < steps; step++) {
-      const uint16_t* pairs = queries + step * 512;
-      _tile_loadd(6, rows + step * 64, key_bytes);
-      _tile_loadd(4, pairs, 64);
-      _tile_dpbf16ps(0, 6, 4);
-      if (N > 1) {
-        _tile_loadd(5, pairs + steps * 512, 64);
-        _tile_dpbf16ps(1, 6, 5);
-      }
-      if (N > 2) {
-        _tile_loadd(4, pairs + 2 * steps * 512, 64);
-        _tile_dpbf16ps(2, 6, 4);
-      }
-      if (N > 3) {
-        _tile_loadd(5, pairs + 3 * steps * 512, 64);
-        _tile_dpbf16ps(3, 6, 5);
-      }
-    }
-    float* to = scores + group * kTileRows * N * kLanes;
-    _tile_stored(0, to, N * 64);
-    if (N > 1) _tile_stored(1, to + 16, N * 64);
-    if (N > 2) _tile_stored(2, to + 32, N * 64);
-    if (N > 3) _tile_stored(3, to + 48, N * 64);
-  }
-  __m512 factor = _mm512_set1_ps(scale);
-  for (int i = 0; i < count * N; i++) _mm512_storeu_ps(scores + 16 * i, _mm512_mul_ps(_mm512_loadu_ps(scores + 16 * i), factor));
-}
-
-constexpr int kWeightParts = 2;
-
-// Weights of 16 keys, [16][stride], as [16 lanes][64 keys] in bfloat16, from `to` on; what rounding takes away follows.
-LPR_AMX inline void turn_weights(const float* weights, int64_t stride, uint16_t* to) {
-  __m512 row[16], other[16];
-  for (int i = 0; i < 16; i++) row[i] = _mm512_loadu_ps(weights + i * stride);
+// Words [16][16] as [16][16] the other way round, in place.
+LPR_AMX inline void transpose(__m512* row) {
+  __m512 other[16];
   for (int i = 0; i < 8; i++) {
     other[2 * i] = _mm512_unpacklo_ps(row[2 * i], row[2 * i + 1]);
     other[2 * i + 1] = _mm512_unpackhi_ps(row[2 * i], row[2 * i + 1]);
@@ -80,13 +44,17 @@ LPR_AMX inline void turn_weights(const float* weights, int64_t stride, uint16_t*
     row[i] = _mm512_shuffle_f32x4(other[i], other[i + 8], 0x88);
     row[i + 8] = _mm512_shuffle_f32x4(other[i], other[i + 8], 0xdd);
   }
-  for (int i = 0; i < 16; i++) {
-    __m256i high = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(row[i]));
-    __m512 kept = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-    __m256i low = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_sub_ps(row[i], kept)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * kKeys), high);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + (kLanes + i) * kKeys), low);
-  }
+}
+
+// Keys of a block as pairs of dimensions, [dim / 32][groups][16 pairs][16 keys][2]; `groups` point at 16 rows each.
+LPR_AMX inline void pair_keys(const char* const* groups, int64_t key_bytes, int count, int steps, uint16_t* to) {
+  for (int step = 0; step < steps; step++)
+    for (int group = 0; group * kTileRows < count; group++) {
+      __m512 row[16];
+      for (int i = 0; i < 16; i++) row[i] = _mm512_loadu_ps(groups[group] + i * key_bytes + step * 64);
+      transpose(row);
+      for (int i = 0; i < 16; i++) _mm512_store_ps(to + (step * kGroups + group) * 512 + 32 * i, row[i]);
+    }
 }
 
 // Values of a block as pairs of keys, [2][width / 16][16 pairs][16][2]; zeros behind the last key.
@@ -104,6 +72,145 @@ LPR_AMX inline void pair_values(const char* const* values, int count, int width,
       __m512i both = _mm512_permutex2var_epi16(_mm512_castsi256_si512(halves[0]), by, _mm512_castsi256_si512(halves[1]));
       _mm512_storeu_si512(to + ((pair / 16 * (width / kLanes) + tile) * 16 + pair % 16) * 32, both);
     }
+}
+
+// Scores [16 lanes][64 keys] of a vector of queries [16][dim].
+LPR_AMX inline void score_tiles(const uint16_t* queries, const uint16_t* keys, int count, int steps, float* scores) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  int num_groups = vectors_of(count);
+  for (int step = 0; step < steps; step++, keys += kGroups * 512) {
+    _tile_loadd(6, queries + 32 * step, steps * 64);
+    _tile_loadd(4, keys, 64);
+    _tile_dpbf16ps(0, 6, 4);
+    if (num_groups > 1) {
+      _tile_loadd(5, keys + 512, 64);
+      _tile_dpbf16ps(1, 6, 5);
+    }
+    if (num_groups > 2) {
+      _tile_loadd(4, keys + 1024, 64);
+      _tile_dpbf16ps(2, 6, 4);
+    }
+    if (num_groups > 3) {
+      _tile_loadd(5, keys + 1536, 64);
+      _tile_dpbf16ps(3, 6, 5);
+    }
+  }
+  _tile_stored(0, scores, kKeys * 4);
+  _tile_stored(1, scores + 16, kKeys * 4);
+  _tile_stored(2, scores + 32, kKeys * 4);
+  _tile_stored(3, scores + 48, kKeys * 4);
+}
+
+inline uint64_t first_bits(int64_t count) { return count >= kKeys ? ~uint64_t{0} : count > 0 ? (uint64_t{1} << count) - 1 : 0; }
+
+// What each lane of vector `index` sees of a block's keys, as bits.
+LPR_AMX inline void see_keys(const Item& item, const KeyBlock& block, int index, int num_vectors, const LaneState& lanes,
+                             uint64_t* seen) {
+  int64_t first = block.begin - item.sequence->num_cached;  // entry of the first key
+  int lane = index * kLanes;
+  if (!item.masks) {
+    for (int i = 0; i < kLanes; i++)
+      seen[i] = first_bits(std::min<int64_t>(block.count, lanes.entry[lane + i] - first + 1));
+  } else {
+    int64_t num_committed = std::clamp<int64_t>(-first, 0, block.count);
+    __m512i low = _mm512_set1_epi64(static_cast<int64_t>(first_bits(num_committed))), high = low;
+    for (int64_t k = num_committed; k < block.count; k++) {
+      uint16_t mask = item.masks[(first + k) * num_vectors + index];
+      __m512i bit = _mm512_set1_epi64(static_cast<int64_t>(uint64_t{1} << k));
+      low = _mm512_mask_or_epi64(low, static_cast<__mmask8>(mask), low, bit);
+      high = _mm512_mask_or_epi64(high, static_cast<__mmask8>(mask >> 8), high, bit);
+    }
+    _mm512_storeu_si512(seen, low);
+    _mm512_storeu_si512(seen + 8, high);
+  }
+  if (lanes.highest_lowest <= std::min<int64_t>(block.begin, item.sequence->num_cached)) return;
+  alignas(64) int32_t positions[kKeys] = {};  // committed token j is key j; an entry's position may be less than its key
+  for (int k = 0; k < block.count; k++)
+    positions[k] = static_cast<int32_t>(first + k >= 0 ? item.sequence->positions[first + k] : block.begin + k);
+  for (int i = 0; i < kLanes; i++) {
+    __m512i lowest = _mm512_set1_epi32(lanes.lowest[lane + i]);
+    for (int group = 0; group < kGroups; group++) {
+      uint64_t mask = _mm512_cmpge_epi32_mask(_mm512_load_si512(positions + 16 * group), lowest);
+      seen[i] &= mask << 16 * group | ~(uint64_t{0xffff} << 16 * group);
+    }
+  }
+}
+
+// The highest of each of 16 vectors.
+LPR_AMX inline __m512 highest_of(__m512* row) {
+  for (int i = 0; i < 8; i++)
+    row[i] = _mm512_max_ps(_mm512_shuffle_f32x4(row[2 * i], row[2 * i + 1], 0x44),
+                           _mm512_shuffle_f32x4(row[2 * i], row[2 * i + 1], 0xee));
+  for (int i = 0; i < 4; i++)
+    row[i] = _mm512_max_ps(_mm512_shuffle_f32x4(row[2 * i], row[2 * i + 1], 0x88),
+                           _mm512_shuffle_f32x4(row[2 * i], row[2 * i + 1], 0xdd));
+  for (int i = 0; i < 2; i++)
+    row[i] = _mm512_max_ps(_mm512_unpacklo_ps(row[2 * i], row[2 * i + 1]), _mm512_unpackhi_ps(row[2 * i], row[2 * i + 1]));
+  __m512 most = _mm512_max_ps(_mm512_shuffle_ps(row[0], row[1], 0x44), _mm512_shuffle_ps(row[0], row[1], 0xee));
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), most);
+}
+
+LPR_AMX inline __m512 power_of(__m512 x) {
+  Lanes lanes = reinterpret_cast<Lanes>(x);
+  power_of_two(lanes);
+  return reinterpret_cast<__m512>(lanes);
+}
+
+// Makes weights [parts][16 lanes][64 keys] of the scores [16][64] of vector `index` of lanes, and follows their running
+// softmax; `totals` [16][16] have the sums of 16 keys' weights each. Where `seen` is given, a lane has these keys only.
+template <bool kHasHidden>
+LPR_AMX inline void weigh_tiles(float* scores, const uint64_t* seen, float scale, float softcap, int lane, LaneState& lanes,
+                                float* totals, uint16_t* weights) {
+  const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  if (softcap > 0) {
+    for (int i = 0; i < kLaneFloats; i += 16) {
+      Lanes score;
+      load(score, scores + i);
+      score = score * scale;
+      cap(score, softcap);
+      store(scores + i, score);
+    }
+    scale = 1;
+  }
+  __m512 most[16], parts[kGroups];
+  for (int i = 0; i < kLanes; i++) {
+    for (int group = 0; group < kGroups; group++) {
+      parts[group] = _mm512_load_ps(scores + i * kKeys + 16 * group);
+      if (kHasHidden) parts[group] = _mm512_mask_mov_ps(hidden, static_cast<__mmask16>(seen[i] >> 16 * group), parts[group]);
+    }
+    most[i] = _mm512_max_ps(_mm512_max_ps(parts[0], parts[1]), _mm512_max_ps(parts[2], parts[3]));
+  }
+  __m512 before = _mm512_loadu_ps(lanes.top + lane), top = _mm512_mul_ps(highest_of(most), _mm512_set1_ps(scale));
+  top = _mm512_max_ps(before, top);
+  __m512 shrink = power_of(_mm512_mul_ps(_mm512_sub_ps(before, top), _mm512_set1_ps(kLog2E)));
+  _mm512_storeu_ps(lanes.top + lane, top);
+  _mm512_storeu_ps(lanes.shrink + lane, shrink);
+  alignas(64) float offsets[kLanes];
+  _mm512_store_ps(offsets, _mm512_mul_ps(top, _mm512_set1_ps(-kLog2E)));
+  const __m512 factor = _mm512_set1_ps(scale * kLog2E);
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  for (int i = 0; i < kLanes; i++) {
+    __m512 offset = _mm512_set1_ps(offsets[i]), high[kGroups], low[kGroups];
+    for (int group = 0; group < kGroups; group++) {
+      __m512 power = power_of(_mm512_fmadd_ps(_mm512_load_ps(scores + i * kKeys + 16 * group), factor, offset));
+      if (kHasHidden) power = _mm512_maskz_mov_ps(static_cast<__mmask16>(seen[i] >> 16 * group), power);
+      parts[group] = power;
+      high[group] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(power), upper));
+      low[group] = _mm512_sub_ps(power, high[group]);
+    }
+    __m512 total = _mm512_mul_ps(_mm512_load_ps(totals + 16 * i), _mm512_set1_ps(lanes.shrink[lane + i]));
+    total = _mm512_add_ps(total, _mm512_add_ps(_mm512_add_ps(parts[0], parts[1]), _mm512_add_ps(parts[2], parts[3])));
+    _mm512_store_ps(totals + 16 * i, total);
+    for (int half = 0; half < 2; half++) {
+      __m512bh first = _mm512_cvtne2ps_pbh(high[2 * half + 1], high[2 * half]);
+      __m512bh second = _mm512_cvtne2ps_pbh(low[2 * half + 1], low[2 * half]);
+      _mm512_store_si512(weights + i * kKeys + 32 * half, reinterpret_cast<__m512i>(first));
+      _mm512_store_si512(weights + kLaneFloats + i * kKeys + 32 * half, reinterpret_cast<__m512i>(second));
+    }
+  }
 }
 
 // Sums [16][stride] of a vector of lanes: shrunk, and both parts of `weights` [2][16][64] times `pairs` of values added.
@@ -124,29 +231,25 @@ LPR_AMX inline void add_tiles(const uint16_t* weights, const uint16_t* pairs, in
     if (left > 1) _tile_loadd(1, to + 16, stride * 4);
     if (left > 2) _tile_loadd(2, to + 32, stride * 4);
     if (left > 3) _tile_loadd(3, to + 48, stride * 4);
-    for (int step = 0; step < num_steps; step++) {
-      const uint16_t* from = pairs + (step * num_tiles + tile) * 512;
-      _tile_loadd(6, weights + 32 * step, kKeys * 2);
-      _tile_loadd(7, weights + kLanes * kKeys + 32 * step, kKeys * 2);
-      _tile_loadd(4, from, 64);
-      _tile_dpbf16ps(0, 6, 4);
-      _tile_dpbf16ps(0, 7, 4);
-      if (left > 1) {
-        _tile_loadd(5, from + 512, 64);
-        _tile_dpbf16ps(1, 6, 5);
-        _tile_dpbf16ps(1, 7, 5);
+    for (int step = 0; step < num_steps; step++)
+      for (int part = 0; part < kWeightParts; part++) {  // a sum waits for its own last product, so these are far apart
+        const uint16_t* from = pairs + (step * num_tiles + tile) * 512;
+        _tile_loadd(6, weights + part * kLaneFloats + 32 * step, kWeightRow);
+        _tile_loadd(4, from, 64);
+        _tile_dpbf16ps(0, 6, 4);
+        if (left > 1) {
+          _tile_loadd(5, from + 512, 64);
+          _tile_dpbf16ps(1, 6, 5);
+        }
+        if (left > 2) {
+          _tile_loadd(7, from + 1024, 64);
+          _tile_dpbf16ps(2, 6, 7);
+        }
+        if (left > 3) {
+          _tile_loadd(4, from + 1536, 64);
+          _tile_dpbf16ps(3, 6, 4);
+        }
       }
-      if (left > 2) {
-        _tile_loadd(4, from + 1024, 64);
-        _tile_dpbf16ps(2, 6, 4);
-        _tile_dpbf16ps(2, 7, 4);
-      }
-      if (left > 3) {
-        _tile_loadd(5, from + 1536, 64);
-        _tile_dpbf16ps(3, 6, 5);
-        _tile_dpbf16ps(3, 7, 5);
-      }
-    }
     _tile_stored(0, to, stride * 4);
     if (left > 1) _tile_stored(1, to + 16, stride * 4);
     if (left > 2) _tile_stored(2, to + 32, stride * 4);
@@ -154,48 +257,30 @@ LPR_AMX inline void add_tiles(const uint16_t* weights, const uint16_t* pairs, in
   }
 }
 
-template <int N>
-LPR_AMX inline void attend_tiles(const Item& item, const LayerCall& call, const KeyBlock& block, const char* const* groups,
-                                 int first, int num_lanes, const uint16_t* queries, const uint16_t* pairs, float* scores,
-                                 uint16_t* weights, LaneState& lanes, float* sums) {
-  int steps = call.dim / static_cast<int>(kTileInputs), lane = first * kLanes;
-  see_memory();
-  score_tiles<N>(groups, call.key_row * 2, block.count, queries + static_cast<int64_t>(first) * steps * 512, steps, call.scale,
-                 scores);
-  weigh_block<Lanes, N>(scores, item, block, first, vectors_of(num_lanes), call.softcap, lanes);
-  for (int k = block.count; k % 32; k++) std::memset(scores + k * N * kLanes, 0, N * kLanes * sizeof(float));
-  int num_steps = (block.count + 31) / 32;
-  for (int v = 0; v < N; v++) {
-    for (int group = 0; group < 2 * num_steps; group++)
-      turn_weights(scores + (group * kTileRows * N + v) * kLanes, N * kLanes, weights + group * kTileRows);
-    add_tiles(weights, pairs, num_steps, call.value_dim / kLanes, lanes.shrink + lane + v * kLanes,
-              sums + static_cast<int64_t>(lane + v * kLanes) * call.value_dim);
-  }
-}
-
 LPR_AMX inline void attend_item_by_tiles(const PagedStep& step, const LayerCall& call, const Item& item, Scratch& scratch) {
   const Sequence& sequence = *item.sequence;
   int num_lanes = item.count * call.group, num_vectors = vectors_of(num_lanes), padded = num_vectors * kLanes;
-  int steps = call.dim / static_cast<int>(kTileInputs), words = call.dim / 2;
-  size_t query_size = static_cast<size_t>(padded) * words, sum_size = static_cast<size_t>(padded) * call.value_dim;
-  size_t score_size = static_cast<size_t>(kKeys) * kChunk * kLanes, weight_size = kWeightParts * kLanes * kKeys / 2;
-  size_t value_size = static_cast<size_t>(kKeys) * call.value_dim / 2;
-  size_t needed = query_size + sum_size + score_size + weight_size + value_size + 16;
+  int steps = call.dim / static_cast<int>(kTileInputs);
+  size_t sum_size = static_cast<size_t>(padded) * call.value_dim, total_size = static_cast<size_t>(padded) * kLanes;
+  size_t query_size = static_cast<size_t>(padded) * call.dim / 2, score_size = static_cast<size_t>(kChunk) * kLaneFloats;
+  size_t key_size = static_cast<size_t>(kKeys) * call.dim / 2, value_size = static_cast<size_t>(kKeys) * call.value_dim / 2;
+  size_t needed = sum_size + total_size + query_size + score_size + key_size + value_size + score_size + 16;
+  static_assert(kWeightParts == 2, "weights take the room of scores");
   if (scratch.floats.size() < needed) scratch.floats.resize(needed);
   float* sums = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.floats.data()) + 63) / 64 * 64);
-  float *scores = sums + sum_size, *query_floats = scores + score_size, *weight_floats = query_floats + query_size;
-  uint16_t *queries = reinterpret_cast<uint16_t*>(query_floats), *weights = reinterpret_cast<uint16_t*>(weight_floats);
-  uint16_t* pairs = reinterpret_cast<uint16_t*>(weight_floats + weight_size);
+  float *totals = sums + sum_size, *query_floats = totals + total_size, *scores = query_floats + query_size;
+  float *key_floats = scores + score_size, *value_floats = key_floats + key_size;
+  uint16_t *queries = reinterpret_cast<uint16_t*>(query_floats), *keys = reinterpret_cast<uint16_t*>(key_floats);
+  uint16_t *pairs = reinterpret_cast<uint16_t*>(value_floats), *weights = reinterpret_cast<uint16_t*>(value_floats + value_size);
   LaneState& lanes = scratch.lanes;
-  std::memset(sums, 0, sum_size * sizeof(float));
-  std::memset(queries, 0, query_size * sizeof(float));
+  std::memset(sums, 0, (sum_size + total_size) * sizeof(float));
   begin_lanes(item, call, lanes, [&](int lane, const char* query) {
-    uint16_t* to = queries + static_cast<int64_t>(lane / kLanes) * steps * 512 + 2 * (lane % kLanes);
-    for (int word = 0; word < words; word++, query += 4) std::memcpy(to + word * 32, query, 4);
+    std::memcpy(queries + static_cast<int64_t>(lane) * call.dim, query, static_cast<size_t>(call.dim) * 2);
   });
+  std::memset(queries + static_cast<int64_t>(num_lanes) * call.dim, 0, static_cast<size_t>((padded - num_lanes) * call.dim) * 2);
   begin_tiles();
   KeyBlock block;
-  const char *values[kKeys], *groups[kKeys / kTileRows];
+  const char *values[kKeys], *groups[kGroups];
   for (block.begin = item.begin; block.begin < item.end; block.begin += kKeys) {
     block.count = static_cast<int>(std::min<int64_t>(kKeys, item.end - block.begin));
     for (int k = 0; k < block.count; k++) {
@@ -204,16 +289,35 @@ LPR_AMX inline void attend_item_by_tiles(const PagedStep& step, const LayerCall&
       const char* key = static_cast<const char*>(call.key) + (item.head * call.key_head + row * call.key_row) * 2;
       if (k % kTileRows == 0) groups[k / kTileRows] = key;
     }
+    pair_keys(groups, call.key_row * 2, block.count, steps, keys);
     pair_values(values, block.count, call.value_dim, pairs);
+    bool has_hidden = block.count < kKeys || block.begin + block.count > sequence.num_cached ||
+                      lanes.highest_lowest > std::min<int64_t>(block.begin, sequence.num_cached);
     for (int first = 0; first < num_vectors; first += kChunk) {
-      auto attend = std::min(kChunk, num_vectors - first) == 1   ? attend_tiles<1>
-                    : std::min(kChunk, num_vectors - first) == 2 ? attend_tiles<2>
-                    : std::min(kChunk, num_vectors - first) == 3 ? attend_tiles<3>
-                                                                 : attend_tiles<4>;
-      attend(item, call, block, groups, first, num_lanes, queries, pairs, scores, weights, lanes, sums);
+      int last = std::min(first + kChunk, num_vectors);
+      // Of a chain, the first lanes see none of the last keys.
+      if (!item.masks && block.begin - sequence.num_cached > lanes.entry[last * kLanes - 1]) continue;
+      see_memory();
+      for (int v = first; v < last; v++)
+        score_tiles(queries + static_cast<int64_t>(v) * kLanes * call.dim, keys, block.count, steps,
+                    scores + (v - first) * kLaneFloats);
+      for (int v = first; v < last; v++) {
+        float *mine = scores + (v - first) * kLaneFloats, *total = totals + v * kLanes * kLanes;
+        uint16_t* to = weights + (v - first) * kWeightParts * kLaneFloats;
+        uint64_t seen[kLanes];
+        fetch(reinterpret_cast<const char*>(sums + static_cast<int64_t>(v) * kLanes * call.value_dim),
+              call.value_dim * kLanes * 4);
+        if (has_hidden) see_keys(item, block, v, num_vectors, lanes, seen);
+        auto weigh = has_hidden ? weigh_tiles<true> : weigh_tiles<false>;
+        weigh(mine, seen, call.scale, call.softcap, v * kLanes, lanes, total, to);
+      }
+      for (int v = first; v < last; v++)
+        add_tiles(weights + (v - first) * kWeightParts * kLaneFloats, pairs, (block.count + 31) / 32, call.value_dim / kLanes,
+                  lanes.shrink + v * kLanes, sums + static_cast<int64_t>(v) * kLanes * call.value_dim);
     }
   }
   _tile_release();
+  for (int lane = 0; lane < padded; lane++) lanes.total[lane] = _mm512_reduce_add_ps(_mm512_load_ps(totals + lane * kLanes));
   end_item(item, call, lanes, sums, call.value_dim, padded);
 }
 

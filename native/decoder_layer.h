@@ -14,6 +14,7 @@
 namespace lpr {
 
 constexpr int64_t kAloneValues = 1 << 16;    // up to which a part runs on the calling thread
+constexpr int64_t kRowsPerItem = 64;         // whose keys and values a thread writes
 constexpr int64_t kAloneProducts = 1 << 18;  // multiplications up to which a product does
 
 struct PackedWeight {
@@ -116,17 +117,22 @@ class LayerRun {
 
   // Writes keys and values into the cache.
   void keep_keys(uintptr_t heads) const {
+    int64_t items = (rows_ + kRowsPerItem - 1) / kRowsPerItem;
+    parallel_for(items, num_threads_, [&](int64_t item, int) {
+      for (int64_t i = item * kRowsPerItem; i < std::min(rows_, (item + 1) * kRowsPerItem); i++) keep_row(heads, i);
+    });
+  }
+
+  void keep_row(uintptr_t heads, int64_t i) const {
     size_t bytes = static_cast<size_t>(parts_.dim * size_);
-    for (int64_t i = 0; i < rows_; i++) {
-      const char* from = reinterpret_cast<const char*>(heads + static_cast<uintptr_t>(
-                             (i * parts_.qkv.outputs + parts_.heads * int64_t{parts_.dim}) * size_));
-      int64_t row = states_.write_rows[i];
-      for (int head = 0; head < parts_.kv_heads; head++, from += bytes)
-        std::memcpy(reinterpret_cast<char*>(states_.keys) + (head * states_.key_head + row * states_.key_row) * size_, from, bytes);
-      for (int head = 0; head < parts_.kv_heads; head++, from += bytes)
-        std::memcpy(reinterpret_cast<char*>(states_.values) + (head * states_.value_head + row * states_.value_row) * size_,
-                    from, bytes);
-    }
+    const char* from = reinterpret_cast<const char*>(
+        heads + static_cast<uintptr_t>((i * parts_.qkv.outputs + parts_.heads * int64_t{parts_.dim}) * size_));
+    int64_t row = states_.write_rows[i];
+    for (int head = 0; head < parts_.kv_heads; head++, from += bytes)
+      std::memcpy(reinterpret_cast<char*>(states_.keys) + (head * states_.key_head + row * states_.key_row) * size_, from, bytes);
+    for (int head = 0; head < parts_.kv_heads; head++, from += bytes)
+      std::memcpy(reinterpret_cast<char*>(states_.values) + (head * states_.value_head + row * states_.value_row) * size_, from,
+                  bytes);
   }
 
   void attend(PageReader& pages, bool exact, uintptr_t heads, uintptr_t mixed) const {

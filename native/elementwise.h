@@ -4,6 +4,7 @@
 // number of threads. Values are float or bfloat16, which is rounded where the modules of transformers round.
 #pragma once
 
+#include "amx.h"
 #include "attention.h"
 #include "parallel.h"
 
@@ -42,6 +43,28 @@ LPR_INLINE void round_to(const BFloat*, Lanes& value) {
   LaneBits bits = rounded(value) & 0xffff0000;
   std::memcpy(&value, &bits, sizeof(value));
 }
+
+#ifdef LPR_HAS_AMX
+// bfloat16 where a processor rounds to it by one instruction, which makes zeros of values below the least normal one.
+struct UnitHalf {
+  uint16_t bits;
+};
+LPR_INLINE void load(Lanes& to, const UnitHalf* from) { load(to, reinterpret_cast<const BFloat*>(from)); }
+// By name: a function for this processor could not be inlined into those that are for any.
+LPR_INLINE LaneHalves half_of(const Lanes& value) {
+  LaneHalves halves;
+  asm("vcvtneps2bf16 %1, %0" : "=v"(halves) : "v"(value));
+  return halves;
+}
+LPR_INLINE void store(UnitHalf* to, const Lanes& from) {
+  LaneHalves halves = half_of(from);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+LPR_INLINE void round_to(const UnitHalf*, Lanes& value) {
+  LaneBits wide = __builtin_convertvector(half_of(value), LaneBits) << 16;
+  std::memcpy(&value, &wide, sizeof(value));
+}
+#endif
 
 // Part of a row at `from`, of which `count` values are left; zeros behind its end.
 template <typename T>
@@ -103,7 +126,7 @@ LPR_INLINE void norm_vector(T* states, const T* added, const T* weight, T* out, 
 }
 
 template <typename T>
-LPR_INLINE void norm_rows(const Norm& norm, int64_t first, int64_t last) {
+LPR_INLINE void compute_rows(const Norm& norm, int64_t first, int64_t last) {
   const Vectors& size = norm.size;
   for (int64_t row = first; row < last; row++)
     for (int64_t group = 0; group < size.groups; group++) {
@@ -122,7 +145,7 @@ struct Rotation {
 
 // As `x * cos + rotate_half(x) * sin`.
 template <typename T>
-LPR_INLINE void rotate_rows(const Rotation& turn, int64_t first, int64_t last) {
+LPR_INLINE void compute_rows(const Rotation& turn, int64_t first, int64_t last) {
   int64_t width = turn.size.width, half = width / 2;
   for (int64_t row = first; row < last; row++) {
     const T* cosines = reinterpret_cast<const T*>(turn.cosines) + row * width;
@@ -164,17 +187,32 @@ struct Gate {
   Activation activation;
 };
 
+LPR_INLINE Lanes slope_of(const Lanes& x, Activation activation) {
+  return activation == Activation::kSilu ? x : (x + x * x * x * 0.044715f) * 1.5957691216057308f;
+}
+
 // x * sigmoid(slope(x)): SiLU has x itself, GELU in its tanh form 2 * sqrt(2 / pi) * (x + 0.044715 x^3).
-LPR_INLINE void activate(Lanes& x, Activation activation) {
-  Lanes slope = activation == Activation::kSilu ? x : (x + x * x * x * 0.044715f) * 1.5957691216057308f;
+template <typename T>
+LPR_INLINE void activate(const T*, Lanes& x, Activation activation) {
+  Lanes slope = slope_of(x, activation);
   Lanes fall = slope < 0.0f ? slope : -slope;
   exponential(fall);
   Lanes above = 1.0f / (fall + 1.0f);
   x *= slope < 0.0f ? fall * above : above;
 }
 
+#ifdef LPR_HAS_AMX
+// The same by one division, exact enough for a bfloat16: x / (1 + 2^(-slope * log2(e))).
+LPR_INLINE void activate(const UnitHalf*, Lanes& x, Activation activation) {
+  Lanes rise = slope_of(x, activation) * -kLog2E;
+  rise = rise > -kLowestPower ? Lanes{} - kLowestPower : rise;
+  power_of_two(rise);
+  x /= rise + 1.0f;
+}
+#endif
+
 template <typename T>
-LPR_INLINE void gate_rows(const Gate& gate, int64_t first, int64_t last) {
+LPR_INLINE void compute_rows(const Gate& gate, int64_t first, int64_t last) {
   int64_t width = gate.size.width;
   for (int64_t row = first; row < last; row++) {
     const T* gates = reinterpret_cast<const T*>(gate.states) + row * 2 * width;
@@ -183,7 +221,7 @@ LPR_INLINE void gate_rows(const Gate& gate, int64_t first, int64_t last) {
       Lanes value, other;
       load_part(value, gates + i, width - i);
       load_part(other, gates + width + i, width - i);
-      activate(value, gate.activation);
+      activate(out, value, gate.activation);
       round_to(out, value);
       value *= other;
       store_part(out + i, value, width - i);
@@ -197,7 +235,7 @@ struct Sum {
 };
 
 template <typename T>
-LPR_INLINE void sum_rows(const Sum& sum, int64_t first, int64_t last) {
+LPR_INLINE void compute_rows(const Sum& sum, int64_t first, int64_t last) {
   int64_t end = last * sum.size.width;
   T* states = reinterpret_cast<T*>(sum.states);
   const T* added = reinterpret_cast<const T*>(sum.added);
@@ -211,18 +249,22 @@ LPR_INLINE void sum_rows(const Sum& sum, int64_t first, int64_t last) {
 }
 
 // One function per part and processor; `is_half` chooses bfloat16.
-LPR_CLONES inline void run_rows(const Norm& part, bool is_half, int64_t first, int64_t last) {
-  is_half ? norm_rows<BFloat>(part, first, last) : norm_rows<float>(part, first, last);
+#define LPR_RUN_ROWS(Part)                                                                            \
+  LPR_CLONES inline void run_rows(const Part& part, bool is_half, int64_t first, int64_t last) {      \
+    is_half ? compute_rows<BFloat>(part, first, last) : compute_rows<float>(part, first, last);       \
+  }
+LPR_RUN_ROWS(Norm)
+LPR_RUN_ROWS(Rotation)
+LPR_RUN_ROWS(Gate)
+LPR_RUN_ROWS(Sum)
+#undef LPR_RUN_ROWS
+
+#ifdef LPR_HAS_AMX
+template <typename Part>
+LPR_AMX inline void run_half_rows(const Part& part, int64_t first, int64_t last) {
+  compute_rows<UnitHalf>(part, first, last);
 }
-LPR_CLONES inline void run_rows(const Rotation& part, bool is_half, int64_t first, int64_t last) {
-  is_half ? rotate_rows<BFloat>(part, first, last) : rotate_rows<float>(part, first, last);
-}
-LPR_CLONES inline void run_rows(const Gate& part, bool is_half, int64_t first, int64_t last) {
-  is_half ? gate_rows<BFloat>(part, first, last) : gate_rows<float>(part, first, last);
-}
-LPR_CLONES inline void run_rows(const Sum& part, bool is_half, int64_t first, int64_t last) {
-  is_half ? sum_rows<BFloat>(part, first, last) : sum_rows<float>(part, first, last);
-}
+#endif
 
 constexpr int64_t kValuesPerItem = 1 << 15;  // about 10 us of work: a smaller part is not worth a second thread
 
@@ -233,7 +275,11 @@ void run_part(const Part& part, bool is_half, int num_threads) {
   int64_t rows_per_item = std::max<int64_t>(1, kValuesPerItem / std::max<int64_t>(1, width));
   int64_t items = (rows + rows_per_item - 1) / rows_per_item;
   parallel_for(items, num_threads, [&](int64_t item, int) {
-    run_rows(part, is_half, item * rows_per_item, std::min(rows, (item + 1) * rows_per_item));
+    int64_t first = item * rows_per_item, last = std::min(rows, first + rows_per_item);
+#ifdef LPR_HAS_AMX
+    if (is_half && can_use_amx()) return run_half_rows(part, first, last);
+#endif
+    run_rows(part, is_half, first, last);
   });
 }
 

@@ -110,8 +110,8 @@ LPR_INLINE float widened(uint16_t half) {
 LPR_INLINE uint16_t rounded(float value) {  // to the nearest, ties to even
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
-  if (value != value) return static_cast<uint16_t>(bits >> 16 | 64);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  uint32_t nearest = bits + 0x7fff + (bits >> 16 & 1);
+  return static_cast<uint16_t>((value != value ? bits | 0x400000 : nearest) >> 16);
 }
 
 // `count` values as floats, with zeros up to `width`.
@@ -133,10 +133,14 @@ LPR_INLINE const void* at(const void* base, bool is_half, int64_t offset) {
 LPR_INLINE void put(const LayerCall& call, const Sequence& sequence, int entry, int head, const float* from, float factor) {
   int64_t token = sequence.batch * call.num_tokens + sequence.first + entry;
   int64_t to = (token * call.kv_heads * call.group + head) * call.value_dim;
-  if (call.is_half)
-    for (int d = 0; d < call.value_dim; d++) static_cast<uint16_t*>(call.out)[to + d] = rounded(from[d] * factor);
-  else
-    for (int d = 0; d < call.value_dim; d++) static_cast<float*>(call.out)[to + d] = from[d] * factor;
+  int width = call.value_dim;
+  if (call.is_half) {
+    uint16_t* __restrict halves = static_cast<uint16_t*>(call.out) + to;
+    for (int d = 0; d < width; d++) halves[d] = rounded(from[d] * factor);
+  } else {
+    float* __restrict floats = static_cast<float*>(call.out) + to;
+    for (int d = 0; d < width; d++) floats[d] = from[d] * factor;
+  }
 }
 
 }  // namespace lpr
