@@ -289,6 +289,15 @@ LPR_AMX inline void attend_item_by_tiles(const PagedStep& step, const LayerCall&
       const char* key = static_cast<const char*>(call.key) + (item.head * call.key_head + row * call.key_row) * 2;
       if (k % kTileRows == 0) groups[k / kTileRows] = key;
     }
+    for (int64_t next = block.begin + kKeys; next < std::min(item.end, block.begin + 2 * kKeys); next += kTileRows) {
+      int64_t row = step.row_of(sequence, next);
+      const char* value = static_cast<const char*>(call.value) + (item.head * call.value_head + row * call.value_row) * 2;
+      const char* key = static_cast<const char*>(call.key) + (item.head * call.key_head + row * call.key_row) * 2;
+      for (int i = 0; i < kTileRows; i++, key += call.key_row * 2, value += call.value_row * 2) {
+        fetch(key, call.dim * 2);
+        fetch(value, call.value_dim * 2);
+      }
+    }
     pair_keys(groups, call.key_row * 2, block.count, steps, keys);
     pair_values(values, block.count, call.value_dim, pairs);
     bool has_hidden = block.count < kKeys || block.begin + block.count > sequence.num_cached ||

@@ -43,19 +43,17 @@ class PagedAttention final : public PageReader {
     if (exact) return attend_exactly(step_, call);
     if (call.group != group_) lay_out(call.group);
     items_.clear();
+    places_.clear();
     size_t partial_size = 0, num_open = 0;
     for (size_t i = 0; i < step_.sequences.size(); i++) add_items(step_.sequences[i], masks_[i], call, partial_size, num_open);
     if (partial_.size() < partial_size) partial_.resize(partial_size);
     if (open_size_ < num_open) open_.reset(new std::atomic<int>[open_size_ = num_open]);
-    size_t at = 0, group = 0;
-    for (Item& item : items_) {
+    for (size_t i = 0; i < items_.size(); i++) {
+      Item& item = items_[i];
       if (item.num_parts == 1) continue;
-      item.partial = partial_.data() + at;
-      item.open = &open_[group];
-      if (item.part == item.num_parts - 1) {
-        open_[group++].store(item.num_parts, std::memory_order_relaxed);
-        at += part_size(item, call) * item.num_parts;
-      }
+      item.partial = partial_.data() + places_[i].first;
+      item.open = &open_[places_[i].second];
+      item.open->store(item.num_parts, std::memory_order_relaxed);
     }
     static const auto any_kernel = choose_kernel();
     auto kernel = any_kernel;
@@ -106,21 +104,24 @@ class PagedAttention final : public PageReader {
       pieces = static_cast<int>(std::min<int64_t>(kMostPieces, (end - begin + kPieceKeys - 1) / kPieceKeys));
     int64_t piece = ((end - begin + pieces - 1) / pieces + kKeys - 1) / kKeys * kKeys;
     pieces = static_cast<int>((end - begin + piece - 1) / piece);
-    for (int head = 0; head < call.kv_heads; head++)
-      for (int tile = (sequence.count - 1) / tile_of(); tile >= 0; tile--) {  // those with most keys first
-        int first = tile * tile_of();
-        int count = std::min(tile_of(), sequence.count - first);
-        int64_t last = std::min<int64_t>(end, sequence.num_cached + first + count);
-        const uint16_t* mask = masks.empty() ? nullptr : masks[tile].data();
-        for (int part = 0; part < pieces; part++) {
+    size_t heads = static_cast<size_t>(call.kv_heads), size = 0;
+    for (int tile = (sequence.count - 1) / tile_of(); tile >= 0; tile--) {  // those with most keys first
+      int first = tile * tile_of();
+      int count = std::min(tile_of(), sequence.count - first);
+      int64_t last = std::min<int64_t>(end, sequence.num_cached + first + count);
+      const uint16_t* mask = masks.empty() ? nullptr : masks[tile].data();
+      for (int part = 0; part < pieces; part++)
+        for (int head = 0; head < call.kv_heads; head++) {  // heads lie side by side, so what is fetched beside one is used
           int64_t from = begin + part * piece, to = std::min(last, from + piece);
           if (pieces == 1) from = first_key(sequence, first, count, call.rule);
           items_.push_back({&sequence, mask, head, first, count, from, to, part, pieces, nullptr, nullptr});
+          size = part_size(items_.back(), call) * static_cast<size_t>(pieces);
+          places_.push_back({partial_size + static_cast<size_t>(head) * size, num_open + static_cast<size_t>(head)});
         }
-        if (pieces == 1) continue;
-        partial_size += part_size(items_.back(), call) * pieces;
-        num_open++;
-      }
+    }
+    if (pieces == 1) return;
+    partial_size += heads * size;
+    num_open += heads;
   }
 
   static int64_t first_key(const Sequence& sequence, int first, int count, const KeyRule& rule) {
@@ -133,6 +134,7 @@ class PagedAttention final : public PageReader {
   int group_ = 0;
   std::vector<Masks> masks_;
   std::vector<Item> items_;
+  std::vector<std::pair<size_t, size_t>> places_;  // of the partial results of each item, and of their count
   std::vector<float> partial_;
   std::unique_ptr<std::atomic<int>[]> open_;
   size_t open_size_ = 0;

@@ -88,8 +88,11 @@ def build_page_inputs(
     tokens, positions, write_rows = torch.from_numpy(pages.lay_out(batch, length, cache.num_rows - 1))
     num_kv = max(row.num_cached + row.num_entries for row in rows)
     block = Block(0, rows[0].slot, num_kv, positions, None, None)
-    if not packed:
-        kept: int | torch.Tensor = _num_kept(max(1, *num_results), heights)
+    kept: int | torch.Tensor
+    if heights is None and not any(num_results):
+        kept = torch.empty(0, dtype=torch.int64)  # a prompt's piece needs no logits; the head reads many weights
+    elif not packed:
+        kept = _num_kept(max(1, *num_results), heights)
     else:
         kept = _wanted(num_results, ends.tolist(), heights, tokens.device)
     cached = max(row.num_cached for row in rows)
