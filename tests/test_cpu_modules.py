@@ -91,6 +91,15 @@ def test_the_same_ids(family: str) -> None:
     assert ids(faster) == ids(model)
 
 
+def test_pieces_of_a_prompt_compute_no_logits() -> None:
+    model, heights = tiny_model("llama"), list[int]()
+    model.lm_head.register_forward_pre_hook(lambda module, given: heights.append(given[0].shape[1]))
+    engine = Engine.from_model(model, decode=DecodeConfig(window_size=0, trie_nodes=0, prefill_chunk=16))
+    heights.clear()
+    engine.generate([list(range(3, 43))], SamplingParams(max_new_tokens=4))
+    assert heights == [0, 0, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_mode(dtype: torch.dtype) -> None:
     """The self-check compares bits; packed products agree from two rows on, wherever this was tried."""

@@ -207,6 +207,26 @@ def test_rules_in_half_precision(name: str, heads: tuple[int, int]) -> None:
     check_half(step, attended(step, **rules), **rules)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_scores_that_are_far_apart(exact: bool) -> None:
+    """All but a few weights are below the least that the exponential of the matrix unit's path makes."""
+    step = make_step(dims=(64, 64), dtype=torch.bfloat16)
+    check_half(step, attended(step, exact=exact, scale=10.0), scale=10.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("entry", [0, 41, 100])
+def test_nan_stays_with_its_entry(entry: int, dtype: torch.dtype) -> None:
+    step = make_step(dims=(64, 64), dtype=dtype)
+    sound = attended(step)
+    query = step.query.clone()
+    query[0, :, entry] = torch.nan
+    found = attended(replace(step, query=query))
+    assert bool(found[entry].isnan().all())
+    found[entry] = sound[entry]
+    assert torch.equal(found, sound)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("exact", [False, True])
 def test_bits_know_nothing_of_pages_threads_and_padding(exact: bool, dtype: torch.dtype) -> None:
