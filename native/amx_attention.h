@@ -74,30 +74,33 @@ LPR_AMX inline void pair_values(const char* const* values, int count, int width,
     }
 }
 
+// Adds to up to four tiles of sums: a tile of rows times tiles of pairs that lie one behind the other.
+LPR_AMX inline void add_products(const uint16_t* rows, int64_t row_bytes, const uint16_t* pairs, int count) {
+  _tile_loadd(6, rows, row_bytes);
+  _tile_loadd(4, pairs, 64);
+  _tile_dpbf16ps(0, 6, 4);
+  if (count > 1) {
+    _tile_loadd(5, pairs + 512, 64);
+    _tile_dpbf16ps(1, 6, 5);
+  }
+  if (count > 2) {
+    _tile_loadd(7, pairs + 1024, 64);
+    _tile_dpbf16ps(2, 6, 7);
+  }
+  if (count > 3) {
+    _tile_loadd(4, pairs + 1536, 64);
+    _tile_dpbf16ps(3, 6, 4);
+  }
+}
+
 // Scores [16 lanes][64 keys] of a vector of queries [16][dim].
 LPR_AMX inline void score_tiles(const uint16_t* queries, const uint16_t* keys, int count, int steps, float* scores) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  int num_groups = vectors_of(count);
-  for (int step = 0; step < steps; step++, keys += kGroups * 512) {
-    _tile_loadd(6, queries + 32 * step, steps * 64);
-    _tile_loadd(4, keys, 64);
-    _tile_dpbf16ps(0, 6, 4);
-    if (num_groups > 1) {
-      _tile_loadd(5, keys + 512, 64);
-      _tile_dpbf16ps(1, 6, 5);
-    }
-    if (num_groups > 2) {
-      _tile_loadd(4, keys + 1024, 64);
-      _tile_dpbf16ps(2, 6, 4);
-    }
-    if (num_groups > 3) {
-      _tile_loadd(5, keys + 1536, 64);
-      _tile_dpbf16ps(3, 6, 5);
-    }
-  }
+  for (int step = 0; step < steps; step++)
+    add_products(queries + 32 * step, steps * 64, keys + step * kGroups * 512, vectors_of(count));
   _tile_stored(0, scores, kKeys * 4);
   _tile_stored(1, scores + 16, kKeys * 4);
   _tile_stored(2, scores + 32, kKeys * 4);
@@ -234,21 +237,7 @@ LPR_AMX inline void add_tiles(const uint16_t* weights, const uint16_t* pairs, in
     for (int step = 0; step < num_steps; step++)
       for (int part = 0; part < kWeightParts; part++) {  // a sum waits for its own last product, so these are far apart
         const uint16_t* from = pairs + (step * num_tiles + tile) * 512;
-        _tile_loadd(6, weights + part * kLaneFloats + 32 * step, kWeightRow);
-        _tile_loadd(4, from, 64);
-        _tile_dpbf16ps(0, 6, 4);
-        if (left > 1) {
-          _tile_loadd(5, from + 512, 64);
-          _tile_dpbf16ps(1, 6, 5);
-        }
-        if (left > 2) {
-          _tile_loadd(7, from + 1024, 64);
-          _tile_dpbf16ps(2, 6, 7);
-        }
-        if (left > 3) {
-          _tile_loadd(4, from + 1536, 64);
-          _tile_dpbf16ps(3, 6, 4);
-        }
+        add_products(weights + part * kLaneFloats + 32 * step, kWeightRow, from, left);
       }
     _tile_stored(0, to, stride * 4);
     if (left > 1) _tile_stored(1, to + 16, stride * 4);
