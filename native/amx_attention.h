@@ -12,11 +12,11 @@
 #ifdef LPR_HAS_AMX
 namespace lpr {
 
-constexpr int kChunk = 2;                          // vectors of lanes that go through a block together
 constexpr int kGroups = kKeys / 16;                // of 16 keys, in a block
 constexpr int kLaneFloats = kLanes * kKeys;        // scores of a vector of lanes
 constexpr int64_t kWeightRow = kKeys * 2;          // bytes of a lane's weights
 constexpr int kWeightParts = 2;
+constexpr float kSlack = 5;  // that scores may exceed what they are compared with by before sums shrink: weights below 149
 
 inline bool fits_amx(const PagedStep& step, const LayerCall& call) {
   return call.is_half && call.dim % kTileInputs == 0 && call.value_dim % kLanes == 0 && step.page_size % kTileRows == 0;
@@ -187,8 +187,11 @@ LPR_AMX inline void weigh_tiles(float* scores, const uint64_t* seen, float scale
     most[i] = _mm512_max_ps(_mm512_max_ps(parts[0], parts[1]), _mm512_max_ps(parts[2], parts[3]));
   }
   __m512 before = _mm512_loadu_ps(lanes.top + lane), top = _mm512_mul_ps(highest_of(most), _mm512_set1_ps(scale));
-  top = _mm512_max_ps(before, top);
+  __mmask16 is_higher = _mm512_cmp_ps_mask(top, _mm512_add_ps(before, _mm512_set1_ps(kSlack)), _CMP_NLE_UQ);  // or NaN
+  __mmask16 is_first = _mm512_cmp_ps_mask(before, _mm512_set1_ps(kFloor), _CMP_EQ_OQ);  // nothing is there to shrink
+  top = _mm512_mask_mov_ps(before, is_higher, top);
   __m512 shrink = power_of(_mm512_mul_ps(_mm512_sub_ps(before, top), _mm512_set1_ps(kLog2E)));
+  shrink = _mm512_mask_mov_ps(shrink, is_first, _mm512_set1_ps(1));
   _mm512_storeu_ps(lanes.top + lane, top);
   _mm512_storeu_ps(lanes.shrink + lane, shrink);
   alignas(64) float offsets[kLanes];
@@ -220,8 +223,9 @@ LPR_AMX inline void weigh_tiles(float* scores, const uint64_t* seen, float scale
 LPR_AMX inline void add_tiles(const uint16_t* weights, const uint16_t* pairs, int num_steps, int num_tiles,
                               const float* shrink, float* sums) {
   int64_t stride = num_tiles * kLanes;
-  for (int lane = 0; lane < kLanes; lane++) {
-    if (shrink[lane] == 1.0f) continue;
+  uint32_t shrinks = _mm512_cmp_ps_mask(_mm512_loadu_ps(shrink), _mm512_set1_ps(1), _CMP_NEQ_UQ);
+  for (; shrinks; shrinks &= shrinks - 1) {
+    int lane = __builtin_ctz(shrinks);
     __m512 factor = _mm512_set1_ps(shrink[lane]);
     for (int64_t i = lane * stride; i < (lane + 1) * stride; i += kLanes)
       _mm512_storeu_ps(sums + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), factor));
@@ -251,12 +255,11 @@ LPR_AMX inline void attend_item_by_tiles(const PagedStep& step, const LayerCall&
   int num_lanes = item.count * call.group, num_vectors = vectors_of(num_lanes), padded = num_vectors * kLanes;
   int steps = call.dim / static_cast<int>(kTileInputs);
   size_t sum_size = static_cast<size_t>(padded) * call.value_dim, total_size = static_cast<size_t>(padded) * kLanes;
-  size_t query_size = static_cast<size_t>(padded) * call.dim / 2, score_size = static_cast<size_t>(kChunk) * kLaneFloats;
+  size_t query_size = static_cast<size_t>(padded) * call.dim / 2, score_size = static_cast<size_t>(kLaneFloats);
   size_t key_size = static_cast<size_t>(kKeys) * call.dim / 2, value_size = static_cast<size_t>(kKeys) * call.value_dim / 2;
-  size_t needed = sum_size + total_size + query_size + score_size + key_size + value_size + score_size + 16;
+  size_t needed = sum_size + total_size + query_size + score_size + key_size + value_size + 2 * score_size;
   static_assert(kWeightParts == 2, "weights take the room of scores");
-  if (scratch.floats.size() < needed) scratch.floats.resize(needed);
-  float* sums = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.floats.data()) + 63) / 64 * 64);
+  float* sums = reinterpret_cast<float*>(scratch.memory.at_least(needed * sizeof(float)));
   float *totals = sums + sum_size, *query_floats = totals + total_size, *scores = query_floats + query_size;
   float *key_floats = scores + score_size, *value_floats = key_floats + key_size;
   uint16_t *queries = reinterpret_cast<uint16_t*>(query_floats), *keys = reinterpret_cast<uint16_t*>(key_floats);
@@ -289,30 +292,30 @@ LPR_AMX inline void attend_item_by_tiles(const PagedStep& step, const LayerCall&
     }
     pair_keys(groups, call.key_row * 2, block.count, steps, keys);
     pair_values(values, block.count, call.value_dim, pairs);
-    bool has_hidden = block.count < kKeys || block.begin + block.count > sequence.num_cached ||
-                      lanes.highest_lowest > std::min<int64_t>(block.begin, sequence.num_cached);
-    for (int first = 0; first < num_vectors; first += kChunk) {
-      int last = std::min(first + kChunk, num_vectors);
-      // Of a chain, the first lanes see none of the last keys.
-      if (!item.masks && block.begin - sequence.num_cached > lanes.entry[last * kLanes - 1]) continue;
+    bool has_rule = lanes.highest_lowest > std::min<int64_t>(block.begin, sequence.num_cached);
+    // A tile waits until what it reads has left the core's stores, so weights are used after the next vector's are made.
+    int waiting = -1;
+    auto weights_of = [&](int v) { return weights + v % 2 * kWeightParts * kLaneFloats; };
+    auto sums_of = [&](int v) { return sums + static_cast<int64_t>(v) * kLanes * call.value_dim; };
+    int num_steps = (block.count + 31) / 32, num_tiles = call.value_dim / kLanes;
+    for (int v = 0; v < num_vectors; v++) {
+      int lane = v * kLanes;
+      // Of a chain, the first lanes see none of the last keys, and the last lanes all of the first.
+      if (!item.masks && block.begin - sequence.num_cached > lanes.entry[lane + kLanes - 1]) continue;
+      int64_t num_seen = sequence.num_cached + (item.masks ? 0 : lanes.entry[lane] + 1);
+      bool has_hidden = has_rule || block.count < kKeys || block.begin + block.count > num_seen;
       see_memory();
-      for (int v = first; v < last; v++)
-        score_tiles(queries + static_cast<int64_t>(v) * kLanes * call.dim, keys, block.count, steps,
-                    scores + (v - first) * kLaneFloats);
-      for (int v = first; v < last; v++) {
-        float *mine = scores + (v - first) * kLaneFloats, *total = totals + v * kLanes * kLanes;
-        uint16_t* to = weights + (v - first) * kWeightParts * kLaneFloats;
-        uint64_t seen[kLanes];
-        fetch(reinterpret_cast<const char*>(sums + static_cast<int64_t>(v) * kLanes * call.value_dim),
-              call.value_dim * kLanes * 4);
-        if (has_hidden) see_keys(item, block, v, num_vectors, lanes, seen);
-        auto weigh = has_hidden ? weigh_tiles<true> : weigh_tiles<false>;
-        weigh(mine, seen, call.scale, call.softcap, v * kLanes, lanes, total, to);
-      }
-      for (int v = first; v < last; v++)
-        add_tiles(weights + (v - first) * kWeightParts * kLaneFloats, pairs, (block.count + 31) / 32, call.value_dim / kLanes,
-                  lanes.shrink + v * kLanes, sums + static_cast<int64_t>(v) * kLanes * call.value_dim);
+      score_tiles(queries + static_cast<int64_t>(lane) * call.dim, keys, block.count, steps, scores);
+      uint64_t seen[kLanes];
+      if (has_hidden) see_keys(item, block, v, num_vectors, lanes, seen);
+      auto weigh = has_hidden ? weigh_tiles<true> : weigh_tiles<false>;
+      weigh(scores, seen, call.scale, call.softcap, lane, lanes, totals + lane * kLanes, weights_of(v));
+      if (waiting >= 0)
+        add_tiles(weights_of(waiting), pairs, num_steps, num_tiles, lanes.shrink + waiting * kLanes, sums_of(waiting));
+      waiting = v;
     }
+    if (waiting >= 0)
+      add_tiles(weights_of(waiting), pairs, num_steps, num_tiles, lanes.shrink + waiting * kLanes, sums_of(waiting));
   }
   _tile_release();
   for (int lane = 0; lane < padded; lane++) lanes.total[lane] = _mm512_reduce_add_ps(_mm512_load_ps(totals + lane * kLanes));

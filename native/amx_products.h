@@ -6,10 +6,9 @@
 // whatever the number of rows, so one row has the same bits as many.
 #pragma once
 
-#include <vector>
-
 #include "amx.h"
 #include "products.h"
+#include "workspace.h"
 
 #ifdef LPR_HAS_TILES
 
@@ -20,6 +19,7 @@ constexpr int64_t kWeightsAhead = 4 * kWeightBytes;  // that are fetched ahead
 constexpr int64_t kLine = 64;                        // bytes of a cache's line, and of a tile's row
 constexpr int64_t kFewTiles = 4;                     // of rows, which one thread copies
 constexpr int64_t kNearBytes = 5 << 18;              // of rows that stay in a core's cache
+constexpr int64_t kPartSteps = 9;                    // of 32 inputs, whose weights stay in a core's first cache with rows
 
 // Weights that a sum fetches while it multiplies, so many lines for each 32 inputs.
 struct WeightsAhead {
@@ -27,18 +27,26 @@ struct WeightsAhead {
   int64_t lines;
 };
 
-// Sums [M][16][32] of M tiles of rows, which are `stride` bytes long, and a panel of weights. Where no other tiles share
-// the panel, it is fetched from memory now, else the next one is.
+// Sums [M][16][32] of M tiles of rows, which are `stride` bytes apart, and a panel of weights, over `bytes` of the rows;
+// they are added to `sums` but for the first part. Where no other tiles share the panel, it is fetched from memory now,
+// else the next one is.
 template <int M, bool kIsOnly>
-LPR_AMX inline void sum_tiles(const char* rows, const char* others, int64_t stride, const char* weights,
-                              WeightsAhead ahead, float* sums) {
-  _tile_zero(0);
-  _tile_zero(1);
-  if (M > 1) {
+LPR_AMX inline void sum_tiles(const char* rows, const char* others, int64_t stride, int64_t bytes, const char* weights,
+                              WeightsAhead ahead, bool is_first, float* sums) {
+  if (is_first) {
+    _tile_zero(0);
+    _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, 2 * kLine);
+    _tile_loadd(1, sums + 16, 2 * kLine);
+    if (M > 1) {
+      _tile_loadd(2, sums + 512, 2 * kLine);
+      _tile_loadd(3, sums + 528, 2 * kLine);
+    }
   }
-  for (const char* end = rows + stride; rows < end; rows += kLine, others += kLine, weights += kWeightBytes) {
+  for (const char* end = rows + bytes; rows < end; rows += kLine, others += kLine, weights += kWeightBytes) {
     _tile_loadd(6, weights, 2 * kLine);
     _tile_loadd(7, weights + kLine, 2 * kLine);
     if (kIsOnly) {
@@ -91,25 +99,33 @@ struct RowTiles {
   }
 };
 
-// Panels first..last-1 of outputs for the tiles begin..end-1 of rows. A panel stays near while the rows go past it, and
-// the next one is fetched meanwhile.
+// Panels first..last-1 of outputs for the tiles begin..end-1 of rows. A part of a panel stays near while the rows go past
+// it, and the next panel is fetched meanwhile.
 LPR_AMX inline void multiply_panels(const Product& product, const RowTiles& tiles, int64_t begin, int64_t end,
                                     int64_t first, int64_t last) {
-  see_memory();
-  begin_tiles();
-  alignas(64) float sums[1024];
   int64_t depth = tiles.stride / kLine, panel_bytes = depth * kWeightBytes;
   int64_t pairs = (end - begin + 1) / 2, lines = (kWeightBytes / kLine + pairs - 1) / pairs;
+  int64_t num_parts = pairs == 1 ? 1 : (depth + kPartSteps - 1) / kPartSteps;
+  static thread_local Workspace memory;
+  float* sums = reinterpret_cast<float*>(memory.at_least(static_cast<size_t>(pairs * 4 * kTileBytes)));
+  see_memory();
+  begin_tiles();
   for (int64_t panel = first; panel < last; panel++) {
-    const char* weights = product.packed + panel * panel_bytes;
-    WeightsAhead ahead{weights + panel_bytes, panel + 1 < last ? lines : 0};
-    for (int64_t tile = begin; tile < end; tile += 2, ahead.next += depth * lines * kLine) {
-      bool are_two = tile + 1 < end;
-      auto sum = pairs == 1 ? (are_two ? sum_tiles<2, true> : sum_tiles<1, true>)
-                            : (are_two ? sum_tiles<2, false> : sum_tiles<1, false>);
-      sum(tiles.at(tile), are_two ? tiles.at(tile + 1) : nullptr, tiles.stride, weights, ahead, sums);
-      write_sums(product, sums, tile * kTileRows, panel * kPanel);
-      if (are_two) write_sums(product, sums + 512, (tile + 1) * kTileRows, panel * kPanel);
+    WeightsAhead ahead{product.packed + (panel + 1) * panel_bytes, panel + 1 < last ? lines : 0};
+    for (int64_t part = 0; part < num_parts; part++) {
+      int64_t from = edge(depth, part, num_parts), steps = edge(depth, part + 1, num_parts) - from;
+      const char* weights = product.packed + panel * panel_bytes + from * kWeightBytes;
+      float* to = sums;
+      for (int64_t tile = begin; tile < end; tile += 2, ahead.next += steps * lines * kLine, to += kTileBytes) {
+        bool are_two = tile + 1 < end;
+        auto sum = pairs == 1 ? (are_two ? sum_tiles<2, true> : sum_tiles<1, true>)
+                              : (are_two ? sum_tiles<2, false> : sum_tiles<1, false>);
+        sum(tiles.at(tile) + from * kLine, are_two ? tiles.at(tile + 1) + from * kLine : nullptr, tiles.stride,
+            steps * kLine, weights, ahead, part == 0, to);
+        if (part + 1 < num_parts) continue;
+        write_sums(product, to, tile * kTileRows, panel * kPanel);
+        if (are_two) write_sums(product, to + 512, (tile + 1) * kTileRows, panel * kPanel);
+      }
     }
   }
   _tile_release();
@@ -129,10 +145,8 @@ inline void multiply_by_tiles(const Product& product, int num_threads) {
   int64_t stride = (product.inputs + kTileInputs - 1) / kTileInputs * kLine, tile_bytes = kTileRows * stride;
   int64_t num_whole = product.inputs % kTileInputs == 0 ? product.rows / kTileRows : 0;
   int64_t num_tiles = (product.rows + kTileRows - 1) / kTileRows, num_copied = num_tiles - num_whole;
-  static thread_local std::vector<char> memory;
-  size_t size = static_cast<size_t>(num_copied * tile_bytes) + kLine;
-  if (memory.size() < size) memory.resize(size);
-  char* copied = memory.data() + (kLine - reinterpret_cast<uintptr_t>(memory.data()) % kLine);
+  static thread_local Workspace memory;
+  char* copied = memory.at_least(static_cast<size_t>(num_copied * tile_bytes));
   parallel_for(num_copied, num_copied < kFewTiles ? 1 : num_threads, [&](int64_t i, int) {
     copy_rows(product, num_whole + i, stride, copied + i * tile_bytes);
   });

@@ -50,11 +50,14 @@ void bind_layer(nb::module_& m) {
             size_t count = self.layers.size();
             if (keys.size() != count || values.size() != count) throw std::invalid_argument("keys of each layer");
             nb::gil_scoped_release released;
+            uintptr_t added = 0;
             for (size_t i = 0; i < count; i++) {
-              LayerStates states{i ? result : hidden, result, cosines, sines, batch, num_tokens, keys[i], values[i],
+              LayerStates states{i ? result : hidden, result, added, cosines, sines, batch, num_tokens, keys[i], values[i],
                                  key_strides.first, key_strides.second, value_strides.first, value_strides.second,
                                  reinterpret_cast<const int64_t*>(write_rows), {window, chunk}};
-              LayerRun(self.layers[i], states, threads).run(*reinterpret_cast<PageReader*>(reader), exact);
+              LayerRun layer(self.layers[i], states, threads);
+              added = layer.run(*reinterpret_cast<PageReader*>(reader), exact);
+              if (i + 1 == count) layer.end(added);
             }
           });
 #endif

@@ -9,11 +9,12 @@
 #include "amx_products.h"
 #include "elementwise.h"
 #include "paged_step.h"
+#include "workspace.h"
 
 #ifdef LPR_HAS_TILES
 namespace lpr {
 
-constexpr int64_t kAloneValues = 1 << 16;    // up to which a part runs on the calling thread
+constexpr int64_t kAloneValues = 1 << 13;    // up to which a part runs on the calling thread, a few us: others fall asleep
 constexpr int64_t kRowsPerItem = 64;         // whose keys and values a thread writes
 constexpr int64_t kAloneProducts = 1 << 18;  // multiplications up to which a product does
 
@@ -41,6 +42,7 @@ struct LayerParts {
 // What a step gives it; the entries are [batch, num_tokens].
 struct LayerStates {
   uintptr_t hidden, result;     // [entries, inputs of qkv]; they may be the same
+  uintptr_t added;              // the last part of the layer before, by which `hidden` is to grow first, or 0
   uintptr_t cosines, sines;     // [entries, dim]
   int64_t batch, num_tokens;
   uintptr_t keys, values;       // of the cache, [kv_heads, rows, dim]
@@ -55,17 +57,18 @@ class LayerRun {
       : parts_(parts), states_(states), rows_(states.batch * states.num_tokens), size_(parts.is_half ? 2 : 4),
         num_threads_(num_threads) {}
 
-  void run(PageReader& pages, bool exact) {
+  // All but the layer's last sum, which belongs to the norm that comes next: returns what `result` is to grow by.
+  uintptr_t run(PageReader& pages, bool exact) {
     int64_t width = parts_.qkv.inputs, joined = parts_.qkv.outputs, mixed_width = parts_.out.inputs;
     int64_t gated_width = parts_.down.inputs;
-    static thread_local std::vector<char> memory;
-    size_t needed = static_cast<size_t>(rows_ * size_ * (2 * width + joined + mixed_width + 3 * gated_width)) + 7 * 64;
-    if (memory.size() < needed) memory.resize(needed);
-    next_ = reinterpret_cast<uintptr_t>(memory.data());
-    uintptr_t normed = take(width), residual = take(width), heads = take(joined), mixed = take(mixed_width);
+    static thread_local Workspace memory, kept;  // from layer to layer
+    size_t needed = static_cast<size_t>(rows_ * size_ * (width + joined + mixed_width + 3 * gated_width)) + 6 * kCacheLine;
+    next_ = reinterpret_cast<uintptr_t>(memory.at_least(needed));
+    uintptr_t residual = reinterpret_cast<uintptr_t>(kept.at_least(static_cast<size_t>(rows_ * size_ * width)));
+    uintptr_t normed = take(width), heads = take(joined), mixed = take(mixed_width);
     uintptr_t gates = take(2 * gated_width), gated = take(gated_width);
 
-    norm(parts_.norms[0], states_.hidden, 0, normed);
+    norm(parts_.norms[0], states_.hidden, states_.added, normed);
     multiply(parts_.qkv, normed, heads);
     turn_heads(heads);
     keep_keys(heads);
@@ -75,7 +78,13 @@ class LayerRun {
     multiply(parts_.gate_up, normed, gates);
     run_part(Gate{gates, gated, {rows_, 1, gated_width}, parts_.activation}, parts_.is_half, threads(rows_ * gated_width));
     multiply(parts_.down, gated, states_.result);
-    run_part(Sum{states_.result, residual, {rows_, 1, width}}, parts_.is_half, threads(rows_ * width));
+    return residual;
+  }
+
+  // Adds what `run` has returned.
+  void end(uintptr_t added) const {
+    int64_t width = parts_.qkv.inputs;
+    run_part(Sum{states_.result, added, {rows_, 1, width}}, parts_.is_half, threads(rows_ * width));
   }
 
  private:

@@ -266,7 +266,7 @@ LPR_AMX inline void run_half_rows(const Part& part, int64_t first, int64_t last)
 }
 #endif
 
-constexpr int64_t kValuesPerItem = 1 << 15;  // about 10 us of work: a smaller part is not worth a second thread
+constexpr int64_t kValuesPerItem = 1 << 13;  // a few us of work: a smaller part is not worth a second thread
 
 // Computes a part on up to `num_threads` threads.
 template <typename Part>

@@ -12,6 +12,7 @@
 #include "lanes.h"
 #include "paged_step.h"
 #include "parallel.h"
+#include "workspace.h"
 
 namespace lpr {
 
@@ -238,7 +239,7 @@ LPR_INLINE void attend_chunk(const Item& item, const LayerCall& call, const KeyB
 
 // Memory of a worker, kept from layer to layer.
 struct Scratch {
-  std::vector<float> floats;
+  Workspace memory;
   LaneState lanes;
 };
 
@@ -335,8 +336,8 @@ LPR_INLINE void attend_item(const PagedStep& step, const LayerCall& call, const 
   size_t query_size = static_cast<size_t>(padded) * call.dim, sum_size = static_cast<size_t>(padded) * value_stride;
   size_t score_size = static_cast<size_t>(kKeys) * Tile::kVectors * kLanes;
   size_t needed = query_size + sum_size + score_size + key_width + static_cast<size_t>(kKeys) * (key_width + value_stride);
-  if (scratch.floats.size() < needed) scratch.floats.resize(needed);
-  float *queries = scratch.floats.data(), *sums = queries + query_size, *scores = sums + sum_size;
+  float* queries = reinterpret_cast<float*>(scratch.memory.at_least(needed * sizeof(float)));
+  float *sums = queries + query_size, *scores = sums + sum_size;
   float *line = scores + score_size, *own_keys = line + key_width, *own_values = own_keys + kKeys * key_width;
   LaneState& lanes = scratch.lanes;
   // Queries as [chunk of vectors][dim][lanes of the chunk], scaled.

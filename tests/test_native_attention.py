@@ -182,6 +182,16 @@ def check_half(step: Step, found: torch.Tensor, **rules: Any) -> None:
     assert bool(((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-5).all())
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+def test_a_chain_sees_its_past_and_no_more(heads: tuple[int, int]) -> None:
+    """Wherever a block of 64 keys ends between the entries of a vector of lanes; AMX takes whole blocks of bfloat16."""
+    step = make_step(heads, dtype=torch.bfloat16, lengths=tuple((cached, 70) for cached in range(30, 94)))
+    chains = [list(range(-1, 69))] * 64
+    positions = [list(range(cached, cached + 70)) for cached in range(30, 94)]
+    step = replace(step, parents=chains, positions=positions)
+    check_half(step, attended(step))
+
+
 def by_amx(step: Step) -> bool:
     """True if the matrix unit of a core computes this step, where there is one."""
     fits = step.key.shape[2] % 32 == step.value.shape[2] % 16 == step.page_size % 16 == 0

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpr import native
+from lpr.model.cpu.memory import in_huge_pages
 from lpr.model.threads import team_size
 
 PANEL = 32
@@ -39,7 +40,7 @@ class Tiles:
         assert native.can_use_amx is not None
         more = -self.num_inputs % DEPTH if weight.dtype is torch.bfloat16 and native.can_use_amx() else 0
         whole = F.pad(weight, (0, more, 0, -self.num_outputs % PANEL)).view(-1, PANEL, self.num_inputs + more)
-        self._panels = whole.unflatten(2, (-1, self._together)).transpose(1, 2).contiguous()
+        self._panels = in_huge_pages(whole.unflatten(2, (-1, self._together)).transpose(1, 2))
 
     def to_dense(self) -> Tensor:
         """A copy of the weight [outputs, inputs]."""
