@@ -163,9 +163,9 @@ class ProcessGroup(Group):
             try:
                 work.wait(timedelta(seconds=SLICE))
             except RuntimeError:
-                if work.is_completed():  # with an error of its own
-                    raise
-                return False
+                if not work.is_completed():
+                    return False
+                work.wait()  # raises an error of its own; without one it ended just after the time-out
             return True
         # For NCCL a wait that times out ends the communicator, and it sleeps a millisecond between two looks.
         until = time.monotonic() + SLICE
