@@ -118,8 +118,9 @@ class DecodeConfig:
     kv_tokens: Count | None = None
     """Tokens whose K/V each rank holds, of running requests and of prefixes that further ones may share. Default: as
     the engine option kv_memory says."""
-    prefill_chunk: Count = 512
-    """Longest pending chain evaluated in one step; a longer prompt takes several steps."""
+    prefill_chunk: Count = 2048
+    """Most tokens of prompts that a rank computes in one step; a longer prompt takes several steps. With automatic
+    sizes, a step in which others decode has no more than take half a second, or 512 if even these take longer."""
     home_ranks: Whole | Auto = "auto"
     """Ranks that work on a request's tree. auto: all for a single request, one where there are as many requests as
     ranks, and `max_batch_size` then holds per rank. 0: always all."""

@@ -22,7 +22,7 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.budget import AcceptanceHistory, AdaptiveBudget, Draft, band_of
 from lpr.core.constants import KNOTS, LONGEST_FAR_PAUSE, LONGEST_PAUSE, QUIET_STEPS
 from lpr.core.drafting import Drafter
-from lpr.core.step_times import StepTimes, StepTimesTracker, interpolate
+from lpr.core.step_times import MOST_TOKENS, StepTimes, StepTimesTracker, interpolate
 from lpr.core.tree import Source, TokenTree
 from lpr.engine.exchange import DesyncError
 
@@ -80,6 +80,19 @@ def test_the_size_is_the_one_with_most_tokens_per_millisecond(
     assert rate(kept) == pytest.approx(best, rel=1e-9) or len(set(gains)) < len(gains)
     for draft in drafts:
         draft.tree.verify()
+
+
+def test_where_16_rows_are_full_nodes_come_together_or_not_at_all() -> None:
+    """A matrix unit takes 16 rows at once: the first node costs a second lot, and the next 15 next to nothing."""
+    times = StepTimes.from_json({
+        "nodes": [1, 16, 17, 32, 64, 1024], "rows": [{"batch": 1, "kv": 256, "ms": [23, 23, 26, 28, 40, 400]}]
+    })  # fmt: skip
+    kept = []
+    for likely in (1, 4, 10):
+        drafts = [chain([0.6] if index < likely else []) for index in range(16)]
+        cut(trie_budget(times), drafts, [AcceptanceHistory() for _ in drafts])
+        kept.append(sum(len(draft.tree) - 1 for draft in drafts))
+    assert kept == [0, 4, 10], "0.6 tokens are not worth 3 ms, and 2.4 of them are"
 
 
 def test_a_long_prompt_makes_no_node_cheap() -> None:
@@ -363,16 +376,30 @@ def test_a_further_sequence_costs_alike_whatever_the_step_has() -> None:
     assert cost.time(1024, 64) == 4 + 64 + 512
 
 
+def test_the_most_tokens_within_a_time() -> None:
+    times = StepTimes({(1, 256): [3 + 2 * knot for knot in KNOTS]})
+    for milliseconds, most in ((1, 1), (5, 1), (13, 5), (2051, 1024), (4003, 2000)):
+        assert times.most_tokens(milliseconds) == most
+    assert StepTimes({(1, 256): [3.0] * len(KNOTS)}).most_tokens(4) == MOST_TOKENS
+
+
 @pytest.mark.parametrize(
     ("rows", "fault"),
     [
         ({1: [5 + 0.25 * knot for knot in KNOTS]}, None),
         ({1: [10.0] + [14.0 + 0.1 * knot for knot in KNOTS[1:]]}, None),
         ({1: [4.0 * knot for knot in KNOTS], 8: [4.0 * knot + 3 for knot in KNOTS]}, None),
-        ({1: [10.0, *[80.0] * 15]}, "2 tokens take 80 ms and 1 take 10"),
-        ({1: [10.0] * 8 + [400.0] * 8}, "96 tokens take 400 ms and 64 take 10"),
-        ({1: [50.0] * 16, 8: [20.0] * 16}, "8 sequences take 20 ms, one 50 with as many tokens and 400 in turn"),
-        ({1: [5.0] * 16, 4: [40.0] * 16}, "4 sequences take 40 ms, one 5 with as many tokens and 20 in turn"),
+        ({1: [10.0 if knot <= 64 else 28.0 for knot in KNOTS]}, None),
+        ({1: [10.0 if knot < 2 else 80.0 for knot in KNOTS]}, "2 tokens take 80 ms and 1 take 10"),
+        ({1: [10.0 if knot < 96 else 400.0 for knot in KNOTS]}, "96 tokens take 400 ms and 65 take 10"),
+        (
+            {batch: [ms] * len(KNOTS) for batch, ms in ((1, 50.0), (8, 20.0))},
+            "8 sequences take 20 ms, one 50 with as many tokens and 400 in turn",
+        ),
+        (
+            {batch: [ms] * len(KNOTS) for batch, ms in ((1, 5.0), (4, 40.0))},
+            "4 sequences take 40 ms, one 5 with as many tokens and 20 in turn",
+        ),
     ],
 )
 def test_times_that_cannot_be_right(rows: dict[int, list[float]], fault: str | None) -> None:
@@ -468,12 +495,12 @@ def test_sizes_are_measured_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("max_nodes", [1, 2, 8, 12])
-@pytest.mark.parametrize("max_batch_size", [2, 3, 5, 6, 7, 9])
+@pytest.mark.parametrize("max_batch_size", [2, 3, 5, 7, 9, 20])
 def test_every_batch_size_and_limit_can_be_measured(max_nodes: int, max_batch_size: int) -> None:
     decode = DecodeConfig(max_nodes=max_nodes, max_batch_size=max_batch_size)
     engine = Engine.from_model(tiny_model(), decode=decode)
     assert engine.step_times is not None
-    assert {batch for batch, _ in engine.step_times.rows} == {1, min(8, max_batch_size)}
+    assert {batch for batch, _ in engine.step_times.rows} == {1, min(8, max_batch_size), min(16, max_batch_size)}
     assert engine.step_times.row(max_batch_size, 256)[0] > 0
 
 

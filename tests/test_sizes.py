@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.replay import FixedSizes, Task, replay_task
-from lpr.config import DecodeConfig, SamplingParams
+from lpr.config import DecodeConfig, SamplingParams, TreeSizes
 from lpr.core.budget import Promises
 from lpr.core.step_times import KNOTS, SHORTEST_KV, StepTimes
 from lpr.core.wire import node_width, payload_words, tables_of
+from lpr.dist.comm import Comm
+from lpr.engine.sizing import Sizer
 from lpr.native import Budgets, SequenceState, SuffixIndex, draft_step
 
 
@@ -119,3 +123,20 @@ def test_one_long_promise_that_failed_is_soon_forgiven() -> None:
     for _ in range(100):
         promises.record_step(1.0, 0, 0.95)
     assert promises.trust() < 0.15, "failing again and again is believed"
+
+
+def test_nodes_are_dearer_while_prompts_wait() -> None:
+    """A step with nodes is longer for those too that have no token yet: they count with two tokens each."""
+    times = priced(10)
+    sizer = Sizer(TreeSizes(), times, Comm())
+    seen: list[Any] = []
+    sizer.budgets = SimpleNamespace(begin_step=seen.append)  # type: ignore[assignment]
+
+    def request(num_tokens: int, num_steps: int) -> Any:
+        stats = SimpleNamespace(num_tokens=num_tokens, num_steps=num_steps)
+        return SimpleNamespace(homes=[0], tokens=[1] * 40, stats=stats)
+
+    decoding = [request(12, 6), request(30, 8)]
+    sizer.begin_step(decoding, [])
+    sizer.begin_step(decoding, [], [request(0, 0), request(0, 0), request(20, 6)])
+    assert [prices[0,] for prices in seen] == [(times.row(2, 40), 0.0), (times.row(2, 40), 2 + 2 + 2.8)]

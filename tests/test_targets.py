@@ -12,7 +12,7 @@ from conftest import tiny_model
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS, StepTimes
-from lpr.engine.limits import Limits, Targets
+from lpr.engine.limits import SHORTEST_CHUNK, Limits, Targets
 from lpr.engine.scheduler import Scheduler, rooms
 from lpr.engine.waiting import MOST_OVERTAKEN, Waiting
 from lpr.planner.simulated.costs import Point, StepCosts
@@ -84,6 +84,18 @@ def test_prompts_are_filled_in_pieces_that_leave_others_their_time_per_token() -
     assert 64 <= room < 160 and TIMES.time(1 + room, 1, 300) <= 10.0
     assert rooms(both, replace(limits, targets=targets(token=0.1))) == [16], "never so small that it takes for ever"
     assert rooms(both[1:], replace(limits, targets=targets(token=10.0))) == [512], "nobody waits for it"
+
+
+def test_texts_stand_still_for_half_a_second_at_most() -> None:
+    """Prompts of several requests share a step, but while others decode only as much as takes no longer than that."""
+    both = [running(300, 299), running(6000, 0)]
+    for slope, most in ((0.1, 2048), (0.4, 1245), (4.0, 512)):
+        times = StepTimes({(1, 256): [2.0 + slope * n for n in KNOTS]})
+        limits = Limits[SimRequest](1, 1, 2048, 8, True)
+        limits.decide_by(lambda times=times: times, 1, math.inf, math.inf)  # type: ignore[misc]
+        assert rooms(both, limits) == [most]
+        assert rooms(both[1:], limits) == [2048], "nobody decodes"
+    assert most == SHORTEST_CHUNK, "the last one takes 2 s: fewer tokens would hardly come further"
 
 
 def test_a_prompt_in_the_prefix_cache_can_still_be_in_time() -> None:

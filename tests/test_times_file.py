@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import MEASURING, tiny_model
 
 import lpr.engine.sizing
 import lpr.engine.times_file
 from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.core.constants import KNOTS
 from lpr.core.step_times import StepTimes
 from lpr.engine.times_file import StartTimes
-from tests.conftest import tiny_model
 from tests.worlds import ThreadWorld, run_ranks
 
 DECODE = DecodeConfig(max_nodes=8, max_length=64, max_batch_size=1)
@@ -24,6 +25,8 @@ DECODE = DecodeConfig(max_nodes=8, max_length=64, max_batch_size=1)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache on a machine that does nothing else: a busy one's times are not kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, seconds in MEASURING.items():
+        monkeypatch.setattr(lpr.engine.sizing, name, seconds)
     forwards_are(monkeypatch, lambda number: 1)
     return tmp_path
 
@@ -112,7 +115,7 @@ def test_forwards_that_were_disturbed_do_not_count(home: Path, monkeypatch: pyte
     "delay",
     [
         pytest.param(lambda number: 1.3 ** (number % 40), id="no two times agree"),
-        pytest.param(lambda number: 1 + 9 * (number < 26), id="a program ended before the batch was measured"),
+        pytest.param(lambda number: 1 + 4 * (number < 26), id="a program ended before the batch was measured"),
     ],
 )
 def test_times_of_a_busy_machine_are_not_kept(
@@ -130,9 +133,60 @@ def test_a_file_of_times_that_cannot_be_right_is_measured_anew(home: Path, monke
     calls = counted(monkeypatch)
     Engine.from_model(tiny_model(), decode=DECODE)
     (file,) = home.rglob("*.json")
-    file.write_text(json.dumps(StepTimes({(1, 256): [1.0] + [20.0] * 15}).to_json()))
+    file.write_text(json.dumps(StepTimes({(1, 256): [1.0] + [20.0] * (len(KNOTS) - 1)}).to_json()))
     assert Engine.from_model(tiny_model(), decode=DECODE).step_times.fault() is None
     assert len(calls) == 2
+
+
+def test_what_a_row_beyond_16_costs_is_measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A jump between two numbers of tokens is no slope, of a batch neither."""
+
+    def time_forward(model: object, batch: int, count: int, kv: int) -> float:
+        return (10 + batch + 5 * (count > 16) + 0.1 * count) / 1e3
+
+    monkeypatch.setattr(lpr.engine.sizing, "time_forward", time_forward)
+    decode = DecodeConfig(max_nodes=64, max_length=512, max_batch_size=3)
+    times = Engine.from_model(tiny_model(), decode=decode).step_times
+    for batch in (1, 3):
+        assert times.time(16, batch) == pytest.approx(11.6 + batch)
+        assert times.time(17, batch) == pytest.approx(16.7 + batch)
+
+
+def test_what_longer_text_costs_lies_on_a_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two numbers of tokens tell it for all: attention reads the text once per token. A start is short so.
+
+    A batch is timed at some numbers of tokens, and has the jumps of a single sequence between them.
+    """
+    timed: list[tuple[int, int, int]] = []
+
+    def time_forward(model: object, batch: int, count: int, kv: int) -> float:
+        timed.append((batch, count, kv))
+        each = 0.1 + 0.2 * kv / 1024 + 0.01 * batch
+        return (10 + batch + 5 * (count > 16) + 3 * (count > 32) + each * count) / 1e3
+
+    monkeypatch.setattr(lpr.engine.sizing, "time_forward", time_forward)
+    decode = DecodeConfig(max_nodes=64, max_length=2048, max_batch_size=3)
+    times = Engine.from_model(tiny_model(max_position_embeddings=2048), decode=decode).step_times
+    for batch, kv, each in ((1, 256, 0.16), (1, 640, 0.235), (1, 1024, 0.31), (3, 256, 0.18), (3, 640, 0.255)):
+        for count in (3, 16, 17, 32, 33, 49, 64):
+            expected = 10 + batch + 5 * (count > 16) + 3 * (count > 32) + each * count
+            assert times.time(count, batch, kv) == pytest.approx(expected, rel=1e-3)
+    assert {(batch, count) for batch, count, kv in timed if kv == 1024} == {(1, 1), (1, 64), (3, 3), (3, 64)}
+    assert (3, 17, 256) in timed and (3, 33, 256) not in timed
+
+
+def test_the_first_node_of_a_larger_batch_is_measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs more than others, whatever the batch: 3 ms between 16 and 17 tokens of 16 sequences, not of one."""
+
+    def time_forward(model: object, batch: int, count: int, kv: int) -> float:
+        return (10 + batch + 3 * (count > batch) + 0.1 * count) / 1e3
+
+    monkeypatch.setattr(lpr.engine.sizing, "time_forward", time_forward)
+    decode = DecodeConfig(max_nodes=64, max_length=512, max_batch_size=16)
+    times = Engine.from_model(tiny_model(), decode=decode).step_times
+    assert times.time(17, 16) - times.time(16, 16) == pytest.approx(3.1, abs=0.01)
+    assert times.time(32, 16) - times.time(17, 16) == pytest.approx(1.5, abs=0.01)
+    assert [size for size, _ in times.rows] == [1, 8, 16]
 
 
 def test_a_home_that_takes_no_files_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +196,7 @@ def test_a_home_that_takes_no_files_is_no_error(home: Path, monkeypatch: pytest.
 
 def test_all_ranks_decide_by_rank_0s_file(home: Path) -> None:
     models = [[tiny_model(), tiny_model()] for _ in range(2)]  # here: threads would share the generator
-    known = StepTimes({(1, 256): [float(1 + index) for index in range(16)]})
+    known = StepTimes({(1, 256): [float(1 + index) for index in range(len(KNOTS))]})
 
     def start(comm):  # type: ignore[no-untyped-def]
         first, second = models[comm.rank]

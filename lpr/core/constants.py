@@ -94,8 +94,10 @@ LEAST_FREQUENCY = 1e-4
 """Lower bound of a cell's frequency, so that no cell is lost for good."""
 
 # Step times (lpr.core.step_times).
-KNOTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of evaluated tokens, per rank, that a row of step times has times for."""
+KNOTS = (1, 2, 4, 8, 16, 17, 32, 33, 48, 49, 64, 65, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of evaluated tokens, per rank, that a row of step times has times for.
+
+Matrix units multiply 16 or 64 rows at once, so one row more is a jump, and those after it are cheap."""
 
 # Budgets (lpr.core.budget, lpr.core.budgets).
 FIRST_WINDOW_YIELD = 0.14

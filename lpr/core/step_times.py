@@ -21,6 +21,8 @@ SHORTEST_KV = 256
 """Cached tokens up to which attention counts as equally expensive."""
 KV_GRAIN = 64
 """Cached lengths are rounded up to multiples of this."""
+MOST_TOKENS = 1 << 20
+"""Where tokens cost nothing, so many."""
 SLACK = 1.5
 """Factor by which measured times may break a rule that true ones keep (`StepTimes.fault`)."""
 
@@ -64,6 +66,16 @@ class StepTimes:
                 return max(batch, int(KNOTS[low] + part * (KNOTS[low + 1] - KNOTS[low])))
         return KNOTS[-1]
 
+    def most_tokens(self, milliseconds: float, batch: int = 1, kv: int = SHORTEST_KV) -> int:
+        """The most tokens whose step takes no longer, at least one; beyond the last of KNOTS times rise as before."""
+        row = self.row(batch, kv)
+        fits = [knot for knot, ms in zip(KNOTS, row, strict=True) if ms <= milliseconds]
+        if not fits:
+            return 1
+        low = min(len(fits), len(KNOTS) - 1) - 1
+        slope = (row[low + 1] - row[low]) / (KNOTS[low + 1] - KNOTS[low])
+        return MOST_TOKENS if slope <= 0 else min(MOST_TOKENS, int(KNOTS[low] + (milliseconds - row[low]) / slope))
+
     def critical_length(self, batch: int = 1, kv: int = SHORTEST_KV) -> int:
         """The *critical decoding length* (Zhao et al. 2024, section 4.1), up to which more tokens cost little time.
 
@@ -74,12 +86,12 @@ class StepTimes:
     def fault(self) -> str | None:
         """Why these cannot be the times of an undisturbed machine, in words; None if they can.
 
-        More tokens take at most as many times as long as they are more. A batch takes no less time than one sequence
-        with as many tokens, and no more than its sequences take one after the other.
+        More tokens take at most as long as the steps of fewer that would hold them. A batch takes no less time than one
+        sequence with as many tokens, and no more than its sequences take one after the other.
         """
         for (batch, kv), row in self.rows.items():
             for fewer, count, before, ms in zip(KNOTS, KNOTS[1:], row, row[1:], strict=False):
-                if ms > SLACK * count / fewer * before:
+                if ms > SLACK * -(-count // fewer) * before:
                     return f"{count} tokens take {ms:.3g} ms and {fewer} take {before:.3g}"
             alone, ms = self.row(1, kv), interpolate(row, batch)
             least, most = interpolate(alone, batch), batch * alone[0]
@@ -130,7 +142,7 @@ LEVEL_DRIFT = 0.01
 """Standard deviation of the level's change per step."""
 SHAPE_SPREAD = 0.2
 """Standard deviation of a knot's departure."""
-SHAPE_REACH = 3.0
+SHAPE_REACH = 4.0
 """Knots over which departures agree, as exp(-distance / reach)."""
 STEP_NOISE = 0.1
 """Standard deviation of single steps."""

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 SHORTEST_FILL = 32
 """Tokens that a rank computes at least in a step of a request that it joins, or it would never catch up."""
+LONGEST_STILL_MS = 500.0
+"""Longest step with prompts while other requests decode: their texts stand still meanwhile."""
+SHORTEST_CHUNK = 512
+"""Tokens of prompts that a step may have although it takes longer: fewer cost more each."""
 ANY_NUMBER = 1 << 30
 """`home_ranks="auto"`: no limit on the home ranks of a request."""
 
@@ -162,6 +166,8 @@ class Limits(Generic[R]):
     """Most home ranks of a request; 0: always all ranks."""
     join_chunk: int | None = None
     """Most tokens that a rank spends in a step on a request that others decode; default: `prefill_chunk`."""
+    calm_chunk: Callable[[], int] | None = None
+    """Most tokens that a rank spends on long chains in a step in which other requests decode; None: `prefill_chunk`."""
     speedup: Callable[[R, int], float] | None = None
     """Factor by which one more rank than so many speeds a request up; None: any rank is worth it."""
     targets: Targets[R] | None = None
@@ -199,7 +205,9 @@ class Limits(Generic[R]):
     def decide_by(
         self, times: Callable[[], StepTimes], nodes_per_rank: int, first_token_ms: float, per_token_ms: float
     ) -> None:
-        """Let step times decide how many ranks a request gets, and admissions by these targets (inf: no target).
+        """Let step times decide how many ranks a request gets, how much of prompts a step computes, and admissions.
+
+        Admissions go by these targets (inf: no target).
 
         `nodes_per_rank` is the largest tree's on each of its ranks. The clock of earlier targets goes on.
         """
@@ -209,6 +217,7 @@ class Limits(Generic[R]):
             return speedup(width, lambda count: now.time(count, 1, length), nodes_per_rank, request.stats)
 
         self.speedup = factor
+        self.calm_chunk = lambda: max(SHORTEST_CHUNK, times().most_tokens(LONGEST_STILL_MS))
         if min(first_token_ms, per_token_ms) < math.inf:
             now = self.targets.now if self.targets is not None else 0.0
             self.targets = Targets(times, nodes_per_rank, first_token_ms, per_token_ms, now)

@@ -155,7 +155,9 @@ class Replica:
         began, captures = time.perf_counter(), self.model.num_captures
         self.new_times = None
         self.hooks.begin_step()
-        self.sizer.begin_step(schedule.decoding, schedule.filling)
+        begun = {request.admission for request in schedule.decoding}
+        waiting = [request for request in self.scheduler.running if request.admission not in begun]
+        self.sizer.begin_step(schedule.decoding, schedule.filling, waiting)
         # With the length of the shared index, a rank that has learned something else is found at once.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
         plan = StepPlan(schedule.decoding, schedule.filling, self.sizes, digest, num_command_bytes)

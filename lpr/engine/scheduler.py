@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
-from lpr.engine.limits import Limits, R, Schedulable
+from lpr.engine.limits import SHORTEST_CHUNK, Limits, R, Schedulable
 from lpr.engine.page_moves import PageMove
 from lpr.engine.placement import Placement
 from lpr.engine.prefix_tree import Node
@@ -156,10 +156,11 @@ class Scheduler(Generic[R]):
     def schedule(self) -> Schedule[R]:
         """What the running requests do in the next step.
 
-        Chains longer than a tree share `prefill_chunk` tokens of a rank's step, so that the other requests never wait
-        for a whole prompt. Who was admitted first is filled first, and who misses the target for the first token anyway
-        last. Where rows are not padded, the last piece of a chain is evaluated together with the first tree, and hardly
-        waits for pieces of others. A prompt that begins like another waits while that one computes what they share.
+        Chains longer than a tree share `prefill_chunk` tokens of a rank's step or fewer (`rooms`), so that the other
+        requests hardly wait for prompts. Who was admitted first is filled first, and who misses the target for the
+        first token anyway last. Where rows are not padded, the last piece of a chain is evaluated together with the
+        first tree, and hardly waits for pieces of others. A prompt that begins like another waits while that one
+        computes what they share.
         """
         limits = self.limits
         if limits.num_ranks > 1 and self.running:  # idle ranks look for work more or less often
@@ -171,6 +172,7 @@ class Scheduler(Generic[R]):
                 self.counts.hits += found
         preempted = self._reserve()
         room, spent = rooms(self.running, limits), [0] * limits.num_ranks
+        least = min(limits.prefill_chunk, max(SHORTEST_CHUNK, room[0])) // 2  # fewer rows cost more each
         begun = set[tuple[int, Node, tuple[int, ...]]]()
         decoding: list[R] = []
         filling: list[Fill[R]] = []
@@ -192,7 +194,6 @@ class Scheduler(Generic[R]):
                 decoding.append(request)
                 if any(counts) and limits.packed:
                     spent = [before + count for before, count in zip(spent, counts, strict=True)]
-                    least = limits.prefill_chunk // 2  # fewer rows cost more each
                     room = [min(left, max(0, least - count)) for left, count in zip(room, spent, strict=True)]
                 counts, most = [0] * limits.num_ranks, limits.joining
             if len(request.homes) < len(wanted):
@@ -286,6 +287,8 @@ def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
     lacking = [len(each.tokens) - 1 - min(each.num_computed_tokens[rank] for rank in each.homes) for each in running]
     long = [count if count > limits.longest_chain else 0 for count in lacking]
     if any(long) and not all(long):
+        if limits.calm_chunk is not None:
+            most = min(most, limits.calm_chunk())
         if limits.is_elastic and long.count(0) > MANY:
             total = sum(count * len(request.homes) for count, request in zip(long, running, strict=True))
             most = min(most, max(limits.joining, total // limits.num_ranks))

@@ -41,7 +41,7 @@ ROUNDS = 6
 """Times that each number of nodes is timed."""
 CHEAP = 2.0
 """After the first round, numbers of nodes that take longer than this many times a single token are timed no more."""
-ENOUGH = 1.5
+ENOUGH = 0.5
 """Seconds, per batch size, after which no further round begins: steps correct what is measured."""
 LONGEST = 0.5
 """Seconds of the first round, per cached length, after which no larger tree is tried."""
@@ -49,12 +49,19 @@ STEEPEST = 8.0
 """No larger tree is tried after one that takes this many times as long as a single token."""
 AGREE = 1.25
 """The two shortest times of a number of nodes agree if they differ by no more than this factor."""
-PATIENCE = 4.0
+PATIENCE = 1.5
 """Seconds, per batch size, after which no further round begins though the times of a cheap tree do not agree."""
-LARGEST_BATCH = 8
-"""Largest measured batch. Larger ones are taken to cost as much more per sequence, and steps correct it."""
+BATCHES = (1, 8, 16)
+"""Measured batches. Larger ones are taken to cost as much more per sequence, and steps correct it.
+
+The first node of a step costs more than others, as candidates are ranked from it on: only a measured batch shows it.
+On a GPU, where each takes memory and graphs, the last one is left out."""
+BATCH_KNOTS = tuple(knot for knot in KNOTS if knot == 17 or knot & (knot - 1) == 0)
+"""Numbers of tokens that a batch is timed at; between them it takes as much more than a single sequence."""
 LENGTHS = (SHORTEST_KV, 4 * SHORTEST_KV)
-"""Measured cached lengths: with the text, attention makes nodes dearer, and a single token hardly."""
+"""Measured cached lengths: with the text, attention makes nodes dearer, and a single token hardly.
+
+At those after the first, the fewest and the most tokens are timed: what attention adds is linear between them."""
 
 
 def resolve_sizes(decode: DecodeConfig, times: StepTimes | None, num_ranks: int) -> TreeSizes:
@@ -91,16 +98,25 @@ class Sizer:
         if self._times is not None:
             self._times, self.budgets.first_times = times, times.row(1, 1)
 
-    def begin_step(self, batch: Sequence[Request], filling: Sequence[tuple[Request, Sequence[int]]]) -> None:
-        """Set the price of the nodes of a step, by its requests and by the load of other ranks."""
+    def begin_step(
+        self,
+        batch: Sequence[Request],
+        filling: Sequence[tuple[Request, Sequence[int]]],
+        waiting: Sequence[Request] = (),
+    ) -> None:
+        """Set the price of the nodes of a step, by its requests, by those that wait for it and by other ranks' load.
+
+        The requests of `waiting` have begun and get no token in this step: their prompts wait for the nodes of others.
+        """
         if self._times is None or not batch:
             self.budgets.begin_step({})
             return
         by_homes: dict[tuple[int, ...], list[Request]] = {}
         for request in batch:
             by_homes.setdefault(tuple(request.homes), []).append(request)
+        waits = total([*map(_tokens_per_step, waiting)])
         prices = {
-            homes: (self._times.row(len(members), max([len(each.tokens) for each in members])), 0.0)
+            homes: (self._times.row(len(members), max([len(each.tokens) for each in members])), waits)
             for homes, members in by_homes.items()
             if self._rank in homes
         }
@@ -113,7 +129,8 @@ class Sizer:
                 own, others = max(work.fills[rank] for rank in homes), self.load.others(work, homes)
                 if own or others:
                     times = times_under_load(times, own, others)
-                prices[homes] = times, total([tokens for each, tokens in expected.items() if each != homes])
+                others_tokens = total([tokens for each, tokens in expected.items() if each != homes])
+                prices[homes] = times, waits + others_tokens
         self.budgets.begin_step(prices)
 
     def end_step(self, loads: Sequence[int]) -> None:
@@ -167,10 +184,16 @@ def _tokens_per_step(request: Request) -> float:
     return (FIRST_TOKENS * FIRST_STEPS + stats.num_tokens) / (FIRST_STEPS + stats.num_steps)
 
 
-def measured_tokens(max_nodes: int, max_length: int, max_batch_size: int) -> int:
+def measured_batches(device: torch.device, max_batch_size: int) -> list[int]:
+    """The batches that `measure_step_times` measures, ascending."""
+    known = BATCHES if device.type == "cpu" else BATCHES[:-1]
+    return sorted({min(max_batch_size, each) for each in known})
+
+
+def measured_tokens(device: torch.device, max_nodes: int, max_length: int, max_batch_size: int) -> int:
     """Tokens whose K/V `measure_step_times` makes room for."""
     longest = max([kv for kv in LENGTHS if kv <= max_length], default=max_length)
-    return min(max_batch_size, LARGEST_BATCH) * (longest + max_nodes)
+    return measured_batches(device, max_batch_size)[-1] * (longest + max_nodes)
 
 
 def measure_step_times(
@@ -190,27 +213,34 @@ def measure_step_times(
     lengths = [kv for kv in lengths if kv <= max_length] or [max_length]
     rows: dict[Key, list[float]] = {}
     agree = True
-    for batch in sorted({1, min(max_batch_size, LARGEST_BATCH)}):
-        measured, sure = _measure_rows(model, like, comm, batch, max_nodes, lengths)
+    for batch in measured_batches(model.device, max_batch_size):
+        measured, sure = _measure(model, like, comm, batch, max_nodes, lengths)
         agree = agree and sure
-        for kv, row in measured.items():
-            rows[batch, kv] = row if batch == 1 else _below_batch(row, rows[1, kv], batch)
+        for kv, times in measured.items():
+            if batch == 1:
+                rows[1, kv] = at_knots([*times], [*times.values()])
+            else:
+                rows[batch, kv] = _row_of_batch(times, rows[1, kv], batch)
     return StepTimes(rows), agree
 
 
-def _below_batch(row: list[float], single: list[float], batch: int) -> list[float]:
-    """The `row` of a batch with times below its least number of tokens, which smaller batches interpolate.
+def _row_of_batch(times: dict[int, float], single: list[float], batch: int) -> list[float]:
+    """The row of a batch by some `times` of it, and by the row of a `single` sequence.
 
-    No step of this batch is as small, so they are those of a `single` sequence and the constant difference.
+    Times below its least number of tokens, which smaller batches interpolate, are those of a single sequence and the
+    constant difference: no step of this batch is as small.
     """
-    more = max(0.0, interpolate(row, batch) - interpolate(single, batch))
-    return [ms if knot >= batch else alone + more for knot, ms, alone in zip(KNOTS, row, single, strict=True)]
+    alone = {knot: ms for knot, ms in zip(KNOTS, single, strict=True) if batch < knot <= max(times)}
+    whole = _with_more({batch: interpolate(single, batch), **alone}, times)
+    row = at_knots([*whole], [*whole.values()])
+    more = max(0.0, whole[batch] - interpolate(single, batch))
+    return [ms if knot >= batch else own + more for knot, ms, own in zip(KNOTS, row, single, strict=True)]
 
 
-def _measure_rows(
+def _measure(
     model: TreeModel, like: KVCache, comm: Comm, batch: int, max_nodes: int, lengths: Sequence[int]
-) -> tuple[dict[int, list[float]], bool]:
-    """Milliseconds at KNOTS of a batch, by the number of cached tokens of each sequence; and whether times agree.
+) -> tuple[dict[int, dict[int, float]], bool]:
+    """Milliseconds of a batch by the cached tokens of each sequence and the number of tokens; and whether they agree.
 
     The shortest of several times counts, since whatever else runs on the machine makes a forward longer and nothing
     makes it shorter. The cheap trees are timed most often: decisions between them are about a tenth of their time.
@@ -223,11 +253,13 @@ def _measure_rows(
         mine = torch.tensor([int(time_forward(model, batch, count, kv) * 1e6)], dtype=torch.int32)
         return max(1, int(comm.gather(mine)[0, 0])) / 1e3
 
-    counts = [batch * knot for knot in KNOTS if knot <= max(2, max_nodes // batch)]
-    sizes = {kv: list(counts) for kv in lengths}
+    knots = KNOTS if batch == 1 else BATCH_KNOTS
+    counts = [batch, *(knot for knot in knots if batch < knot <= max(2 * batch, max_nodes))]
+    first, *longer = lengths
+    sizes = {first: counts}
     shortest: dict[int, dict[int, list[float]]] = {kv: {} for kv in lengths}
     spent, number, agree = 0.0, 0, False
-    time_forward(model, batch, batch, lengths[0])  # the first forward of all sets libraries up
+    time_forward(model, batch, batch, first)  # the first forward of all sets libraries up
     while number < 2 or (number < ROUNDS and spent < ENOUGH * 1e3) or (not agree and spent < PATIENCE * 1e3):
         for kv in lengths:
             round_began, times = spent, shortest[kv]
@@ -242,18 +274,30 @@ def _measure_rows(
                 is_late = spent - round_began > LONGEST * 1e3 or took > STEEPEST * times[batch][0]
                 if not number and index and is_late:
                     break
-            sizes[kv] = _timed_again({count: each[0] for count, each in times.items()})
+            if kv == first and not number:
+                sizes |= dict.fromkeys(longer, sorted({batch, max(times)}))
         number += 1
-        agree = number > 1 and all(_agree(shortest[kv][count]) for kv in lengths for count in sizes[kv])
-    return {kv: at_knots([*times], [least for least, *_ in times.values()]) for kv, times in shortest.items()}, agree
+        agree = number > 1 and all(_agree(times[count]) for kv, times in shortest.items() for count in sizes[kv])
+        sizes = {kv: _timed_again(times) for kv, times in shortest.items()}
+    found = {kv: {count: least for count, (least, *_) in times.items()} for kv, times in shortest.items()}
+    return {kv: _with_more(found[first], times) for kv, times in found.items()}, agree
 
 
-def _timed_again(times: dict[int, float]) -> list[int]:
-    """The numbers of nodes that are cheap, and those that take too long beside the one before (StepTimes.fault)."""
-    counts = [*times]
-    plain = times[counts[0]]
-    late = [after for before, after in pairwise(counts) if times[after] > SLACK * after / before * times[before]]
-    return [count for count in counts if times[count] <= CHEAP * plain or count in late]
+def _with_more(base: dict[int, float], times: dict[int, float]) -> dict[int, float]:
+    """`base`, milliseconds by numbers of tokens, and what `times`, at some of these numbers, add: linear between."""
+    more, least = [ms - base[count] for count, ms in times.items()], min(times.values())
+    return {count: max(least, ms + interpolate(more, count, [*times])) for count, ms in base.items()}
+
+
+def _timed_again(shortest: dict[int, list[float]]) -> list[int]:
+    """The numbers of tokens that are cheap, those whose times cannot be right (StepTimes.fault), and the largest.
+
+    Of those that are not cheap no more than two times are needed that agree.
+    """
+    counts, times = [*shortest], {count: least for count, (least, *_) in shortest.items()}
+    late = [after for before, after in pairwise(counts) if times[after] > SLACK * -(-after // before) * times[before]]
+    cheap = [count for count in counts if times[count] <= CHEAP * times[counts[0]]]
+    return sorted({*cheap, *(count for count in (*late, counts[-1]) if not _agree(shortest[count]))})
 
 
 def _agree(shortest: Sequence[float]) -> bool:

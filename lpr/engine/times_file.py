@@ -29,7 +29,7 @@ from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 
 _LOG = logging.getLogger(__name__)
-_MEASURED_AS = 3
+_MEASURED_AS = 7
 """Raised when `measure_step_times` measures in another way, so that older files are not read."""
 
 
@@ -52,7 +52,7 @@ class StartTimes:
         Raises InputError if the cache for measuring does not fit.
         """
         if self.times is None:
-            tokens = measured_tokens(max_nodes, max_length, max_batch_size)
+            tokens = measured_tokens(model.device, max_nodes, max_length, max_batch_size)
             agree(self._comm, lack_of_room(model.free_bytes(self._comm.num_sharing), tokens, like.bytes_per_token))
             limits = max_nodes, max_length, max_batch_size
             self.path = times_path(model, self._comm, *limits)
