@@ -16,7 +16,9 @@ def test_flags_that_cannot_be_read_are_one_line(command: str, flag: str, capsys:
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--trie-nodes", "abc"], "--trie-nodes: no type matching INT|{auto} could be instantiated from ['abc']."),
+        (["--trie-nodes", "abc"], "--trie-nodes: 'abc' is none of INT|{auto}"),
+        (["--max-new-tokens", "abc"], "--max-new-tokens: 'abc' is not a whole number"),
+        (["--temperature", "banana"], "--temperature: 'banana' is not a number"),
         (["--dtype", "float99"], "invalid choice 'float99' for argument '--dtype'. Expected one of ('auto', 'float32'"),
         (["--max-new-tokens"], "Missing value for argument '--max-new-tokens'."),
         (["--no-such-flag", "3"], "Unrecognized options: --no-such-flag, 3"),

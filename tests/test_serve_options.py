@@ -44,6 +44,9 @@ def test_a_bad_config_file_is_one_line(tmp_path, text, message):
     "flags, message",
     [
         (["--port", "70000"], "--port 70000"),
+        (["--port", "banana"], "--port: 'banana' is not a whole number"),
+        (["--timeout", "banana"], "--timeout: 'banana' is not a number"),
+        (["--kv-memory", "banana"], "--kv-memory: 'banana' is none of {None}.FLOAT"),
         (["--lp", "0"], "both must be at least 1"),
         (["--request-timeout", "0"], "--request-timeout 0"),
         (["--tls-key", "k"], "--tls-key needs --tls-cert"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,12 @@ from lpr.core.step_times import StepTimes
 
 T = TypeVar("T")
 
+_UNREADABLE = {
+    r"Error parsing (\S+): invalid literal for int\(\) with base 10: ('.*')": r"\1: \2 is not a whole number",
+    r"Error parsing (\S+): could not convert string to float: ('.*')": r"\1: \2 is not a number",
+    r"Error parsing (\S+): no type matching (\S+) could be instantiated from \[('.*')\]\.": r"\1: \3 is none of \2",
+}
+"""What tyro says of values that it cannot read, and the same in the words of --help."""
 _types = tyro.constructors.ConstructorRegistry()
 """A context manager around `tyro.cli`, in which flags of lpr's own types are read."""
 
@@ -42,7 +49,10 @@ def _first_paragraph(panel: str) -> str:
     """The first paragraph in tyro's panel, which has a title, and hints after empty lines and rules."""
     lines = [line.strip(" │╰╯") for line in panel.splitlines()[1:]]
     parts = " ".join("\n" if set(line) <= set("-─") else line for line in lines).split("\n")
-    return next((part.strip() for part in parts if part.strip()), "")
+    said = next((part.strip() for part in parts if part.strip()), "")
+    for words, plainer in _UNREADABLE.items():
+        said = re.sub(words, plainer, said)
+    return said
 
 
 @_types.primitive_rule
