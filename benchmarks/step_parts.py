@@ -98,7 +98,7 @@ def product_rate(dtype: torch.dtype) -> float:
     side = 2048
     left, right = (torch.randn(side, side).to(dtype) for _ in range(2))
     ways = [lambda: F.linear(left, right)]
-    if can_pack(dtype):
+    if can_pack(dtype, side):
         pack = Prepacked.of(right, None)
         ways.append(lambda: pack.multiply(left))
     return 2 * side**3 / min(_seconds(way) for _ in range(_TIMES) for way in ways)

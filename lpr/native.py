@@ -98,7 +98,7 @@ rotate: Callable[..., None] | None = getattr(_extension, "rotate", None)
 gate: Callable[..., None] | None = getattr(_extension, "gate", None)
 """Parts of a decoder layer on a CPU (lpr.model.cpu.elementwise); without the extension the model's modules do them."""
 
-can_tile: Callable[[bool], bool] | None = getattr(_extension, "can_tile", None)
+can_tile: Callable[[], bool] | None = getattr(_extension, "can_tile", None)
 can_use_amx: Callable[[], bool] | None = getattr(_extension, "can_use_amx", None)
 multiply_tiles: Callable[..., None] | None = getattr(_extension, "multiply_tiles", None)
 """Matrix products of a few rows (lpr.model.cpu.tiles), on x86-64; of bfloat16 by a core's matrix unit if it has one

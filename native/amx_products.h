@@ -140,7 +140,7 @@ LPR_AMX inline void copy_rows(const Product& product, int64_t tile, int64_t stri
     std::memcpy(to + r * stride, from + r * product.inputs, static_cast<size_t>(product.inputs * 2));
 }
 
-// As `multiply`, with panels whose inputs are padded with zeros to a multiple of 32.
+// As `multiply_in_tiles`, with panels whose inputs are padded with zeros to a multiple of 32.
 inline void multiply_by_tiles(const Product& product, int num_threads) {
   int64_t stride = (product.inputs + kTileInputs - 1) / kTileInputs * kLine, tile_bytes = kTileRows * stride;
   int64_t num_whole = product.inputs % kTileInputs == 0 ? product.rows / kTileRows : 0;
@@ -164,9 +164,11 @@ inline void multiply_by_tiles(const Product& product, int num_threads) {
   });
 }
 
-// `multiply` by the best instructions of this processor.
-inline void multiply_best(const Product& product, bool is_half, int num_threads) {
-  is_half && can_use_amx() ? multiply_by_tiles(product, num_threads) : multiply(product, is_half, num_threads);
+// The product by the best instructions of this processor.
+inline void multiply(const Product& product, int num_threads) {
+  if (!product.has_half_rows) return multiply_floats(product, num_threads);
+  if (can_use_amx()) return multiply_by_tiles(product, num_threads);
+  multiplies_pairs() ? multiply_in_tiles(product, pairs_tiles(), num_threads) : multiply_floats(product, num_threads);
 }
 
 }  // namespace lpr

@@ -14,12 +14,6 @@
 
 #include "lanes.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
-#define LPR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define LPR_CLONES
-#endif
-
 namespace lpr {
 
 constexpr int kMostQueries = 4;  // heads of a group that share the rows that are read

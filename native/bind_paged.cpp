@@ -5,6 +5,7 @@
 #include "bindings.h"
 #include "amx_attention.h"
 #include "paged_attention.h"
+#include "row_attention.h"
 
 namespace lpr {
 
@@ -15,11 +16,13 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))) void attend_av
 }
 __attribute__((target("avx2,fma"))) void attend_avx2(const PagedStep& step, const LayerCall& call, const Item& item,
                                                      Scratch& scratch) {
-  attend_item<NarrowTile>(step, call, item, scratch);
+  item.count * call.group <= kFewLanes ? attend_item_by_rows<HalfLanes>(step, call, item, scratch)
+                                       : attend_item<NarrowTile>(step, call, item, scratch);
 }
 #endif
 void attend_any(const PagedStep& step, const LayerCall& call, const Item& item, Scratch& scratch) {
-  attend_item<SmallTile>(step, call, item, scratch);
+  item.count * call.group <= kFewLanes ? attend_item_by_rows<QuarterLanes>(step, call, item, scratch)
+                                       : attend_item<SmallTile>(step, call, item, scratch);
 }
 
 auto choose_kernel() {

@@ -11,10 +11,11 @@ void bind_products(nb::module_& m) {
   m.def(
       "multiply_tiles",
       [](uintptr_t packed, uintptr_t bias, uintptr_t given, uintptr_t out, int64_t rows, int64_t outputs,
-         int64_t inputs, bool is_half, int threads) {
+         int64_t inputs, bool has_half_weights, bool has_half_rows, int threads) {
         Product product{reinterpret_cast<const char*>(packed), reinterpret_cast<const float*>(bias),
-                        reinterpret_cast<const char*>(given), reinterpret_cast<char*>(out), rows, outputs, inputs};
-        multiply_best(product, is_half, threads);
+                        reinterpret_cast<const char*>(given), reinterpret_cast<char*>(out), rows, outputs, inputs,
+                        has_half_weights, has_half_rows};
+        multiply(product, threads);
       },
       nb::call_guard<nb::gil_scoped_release>());
 #endif

@@ -21,6 +21,7 @@ constexpr int64_t kAloneProducts = 1 << 18;  // multiplications up to which a pr
 struct PackedWeight {
   uintptr_t packed, bias;  // bias: 0 if there is none
   int64_t outputs, inputs;
+  bool has_halves;
 };
 
 struct NormWeight {
@@ -104,9 +105,10 @@ class LayerRun {
 
   void multiply(const PackedWeight& weight, uintptr_t given, uintptr_t out) const {
     Product product{reinterpret_cast<const char*>(weight.packed), reinterpret_cast<const float*>(weight.bias),
-                    reinterpret_cast<const char*>(given), reinterpret_cast<char*>(out), rows_, weight.outputs, weight.inputs};
+                    reinterpret_cast<const char*>(given), reinterpret_cast<char*>(out), rows_, weight.outputs, weight.inputs,
+                    weight.has_halves, parts_.is_half};
     bool is_small = rows_ * weight.outputs * weight.inputs <= kAloneProducts;
-    multiply_best(product, parts_.is_half, is_small ? 1 : num_threads_);
+    lpr::multiply(product, is_small ? 1 : num_threads_);
   }
 
   // Norms of heads, if the layer has any, and the rotary embedding of queries and keys.

@@ -10,34 +10,6 @@
 
 namespace lpr {
 
-struct BFloat {
-  uint16_t bits;
-};
-typedef uint16_t LaneHalves __attribute__((vector_size(32)));
-typedef uint32_t LaneBits __attribute__((vector_size(64)));
-
-LPR_INLINE void load(Lanes& to, const BFloat* from) {
-  LaneHalves halves;
-  std::memcpy(&halves, from, sizeof(halves));
-  LaneBits wide = __builtin_convertvector(halves, LaneBits) << 16;
-  std::memcpy(&to, &wide, sizeof(to));
-}
-
-LPR_INLINE void store(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof(from)); }
-
-// The value in the upper half of each word: rounded to the nearest, of two equally near ones to the even one.
-LPR_INLINE LaneBits rounded(const Lanes& value) {
-  LaneBits bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  LaneWords is_nan = value != value;
-  return is_nan ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1);
-}
-
-LPR_INLINE void store(BFloat* to, const Lanes& from) {
-  LaneHalves halves = __builtin_convertvector(rounded(from) >> 16, LaneHalves);
-  std::memcpy(to, &halves, sizeof(halves));
-}
-
 LPR_INLINE void round_to(const float*, Lanes&) {}
 LPR_INLINE void round_to(const BFloat*, Lanes& value) {
   LaneBits bits = rounded(value) & 0xffff0000;

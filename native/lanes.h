@@ -9,6 +9,11 @@
 #define LPR_UNROLL _Pragma("GCC unroll 4")  // so that sums stay in registers
 #define LPR_INLINE __attribute__((always_inline)) inline
 #define LPR_LAMBDA_INLINE __attribute__((always_inline))
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
+#define LPR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define LPR_CLONES
+#endif
 
 namespace lpr {
 
@@ -100,6 +105,35 @@ LPR_INLINE void power_of_two(Lanes& x) {
   std::memcpy(&shift, &sum, sizeof(shift));
   bits += shift << 23;
   std::memcpy(&x, &bits, sizeof(x));
+}
+
+// A bfloat16: the upper half of a float.
+struct BFloat {
+  uint16_t bits;
+};
+typedef uint16_t LaneHalves __attribute__((vector_size(32)));
+typedef uint32_t LaneBits __attribute__((vector_size(64)));
+
+LPR_INLINE void load(Lanes& to, const BFloat* from) {
+  LaneHalves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  LaneBits wide = __builtin_convertvector(halves, LaneBits) << 16;
+  std::memcpy(&to, &wide, sizeof(to));
+}
+
+LPR_INLINE void store(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof(from)); }
+
+// The value in the upper half of each word: rounded to the nearest, of two equally near ones to the even one.
+LPR_INLINE LaneBits rounded(const Lanes& value) {
+  LaneBits bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  LaneWords is_nan = value != value;
+  return is_nan ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+LPR_INLINE void store(BFloat* to, const Lanes& from) {
+  LaneHalves halves = __builtin_convertvector(rounded(from) >> 16, LaneHalves);
+  std::memcpy(to, &halves, sizeof(halves));
 }
 
 }  // namespace lpr

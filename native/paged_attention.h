@@ -327,6 +327,32 @@ LPR_INLINE void end_item(const Item& item, const LayerCall& call, const LaneStat
   if (item.open->fetch_sub(1, std::memory_order_acq_rel) == 1) combine(item, call, value_stride);
 }
 
+// Finds the next up to `most` keys of an item, from `begin` on.
+LPR_INLINE void find_keys(const PagedStep& step, const LayerCall& call, const Item& item, int64_t begin, int most,
+                          KeyBlock& block) {
+  int bytes = call.is_half ? 2 : 4;
+  block.next_count = static_cast<int>(std::min<int64_t>(most, std::max<int64_t>(0, item.end - begin)));
+  for (int k = 0; k < block.next_count; k++) {
+    int64_t row = step.row_of(*item.sequence, begin + k);
+    block.next_keys[k] = static_cast<const char*>(call.key) + (item.head * call.key_head + row * call.key_row) * bytes;
+    block.next_values[k] = static_cast<const char*>(call.value) + (item.head * call.value_head + row * call.value_row) * bytes;
+  }
+}
+
+// Makes the keys found last those of the block: copies [key_width] and [value_width], if there is room for them.
+LPR_INLINE void take_keys(const LayerCall& call, int key_width, float* own_keys, int value_width, float* own_values,
+                          KeyBlock& block) {
+  block.count = block.next_count;
+  for (int k = 0; k < block.count; k++) {
+    const char *key = block.next_keys[k], *value = block.next_values[k];
+    if (own_keys) unpack(key, call.is_half, call.dim, key_width, own_keys + k * key_width);
+    block.keys[k] = own_keys ? own_keys + k * key_width : reinterpret_cast<const float*>(key);
+    if (own_values) unpack(value, call.is_half, call.value_dim, value_width, own_values + k * value_width);
+    block.values[k] = own_values ? own_values + k * value_width : reinterpret_cast<const float*>(value);
+  }
+  for (int k = block.count; k % 8; k++) block.keys[k] = block.keys[block.count - 1];  // several are multiplied at once
+}
+
 template <class Tile>
 LPR_INLINE void attend_item(const PagedStep& step, const LayerCall& call, const Item& item, Scratch& scratch) {
   const Sequence& sequence = *item.sequence;
@@ -354,28 +380,10 @@ LPR_INLINE void attend_item(const PagedStep& step, const LayerCall& call, const 
   int item_bytes = call.is_half ? 2 : 4;
   block.key_bytes = call.dim * item_bytes;
   block.value_bytes = call.value_dim * item_bytes;
-  block.next_count = 0;
-  auto find_next = [&](int64_t begin) LPR_LAMBDA_INLINE {
-    block.next_count = static_cast<int>(std::min<int64_t>(kKeys, std::max<int64_t>(0, item.end - begin)));
-    for (int k = 0; k < block.next_count; k++) {
-      int64_t row = step.row_of(sequence, begin + k);
-      block.next_keys[k] = static_cast<const char*>(call.key) + (item.head * call.key_head + row * call.key_row) * item_bytes;
-      block.next_values[k] =
-          static_cast<const char*>(call.value) + (item.head * call.value_head + row * call.value_row) * item_bytes;
-    }
-  };
-  find_next(item.begin);
+  find_keys(step, call, item, item.begin, kKeys, block);
   for (block.begin = item.begin; block.begin < item.end; block.begin += kKeys) {
-    block.count = block.next_count;
-    for (int k = 0; k < block.count; k++) {
-      const char *key = block.next_keys[k], *value = block.next_values[k];
-      if (copy_keys) unpack(key, call.is_half, call.dim, key_width, own_keys + k * key_width);
-      block.keys[k] = copy_keys ? own_keys + k * key_width : reinterpret_cast<const float*>(key);
-      if (copy_values) unpack(value, call.is_half, call.value_dim, value_stride, own_values + k * value_stride);
-      block.values[k] = copy_values ? own_values + k * value_stride : reinterpret_cast<const float*>(value);
-    }
-    find_next(block.begin + kKeys);
-    for (int k = block.count; k < kKeys && k % 8; k++) block.keys[k] = block.keys[block.count - 1];
+    take_keys(call, key_width, copy_keys ? own_keys : nullptr, value_stride, copy_values ? own_values : nullptr, block);
+    find_keys(step, call, item, block.begin + kKeys, kKeys, block);
     for (int first = 0; first < num_vectors; first += Tile::kVectors) {
       auto attend = [&](auto size) LPR_LAMBDA_INLINE {
         attend_chunk<Tile, decltype(size)::value>(item, call, block, first, num_lanes, queries, scores, lanes, sums,

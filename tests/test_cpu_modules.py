@@ -30,7 +30,7 @@ from lpr.model.self_check import self_check
 from lpr.model.step_inputs import Row
 
 pytestmark = pytest.mark.skipif(
-    native.rms_norm is None or not can_pack(torch.float32), reason="no extension, or no oneDNN"
+    native.rms_norm is None or not can_pack(torch.float32, 2), reason="no extension, or no oneDNN"
 )
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "llama": ({}, {"packs": 9, "layers": 2, "norms": 1}),
@@ -69,7 +69,7 @@ def ids(model: Any, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_a_family(family: str, dtype: torch.dtype) -> None:
-    if not can_pack(dtype):
+    if not can_pack(dtype, 2):
         pytest.skip("this machine allows no packed bfloat16")
     sizes, counts = FAMILIES[family]
     model = tiny_model(family, **sizes)
@@ -103,7 +103,7 @@ def test_pieces_of_a_prompt_compute_no_logits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_mode(dtype: torch.dtype) -> None:
     """The self-check compares bits; packed products agree from two rows on, wherever this was tried."""
-    if not can_pack(dtype):
+    if not can_pack(dtype, 2):
         pytest.skip("this machine allows no packed bfloat16")
     model = tiny_model().to(dtype)
     plain = logits(model)
@@ -132,7 +132,7 @@ def test_a_packed_product_that_changes_with_its_height_is_refused(monkeypatch: p
 def test_one_call_has_the_bits_of_the_parts(
     family: str, dtype: torch.dtype, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not (can_pack(dtype) and can_tile(dtype, 2)):
+    if not (can_pack(dtype, 2) and can_tile(dtype, 2)):
         pytest.skip(f"this machine allows no tiles of {dtype}")
     model = tiny_model(family, **FAMILIES[family][0])
     with torch.no_grad():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lpr.model.cpu import tiles
-from lpr.model.cpu.products import OneDnn, Prepacked, can_pack
+from lpr.model.cpu.products import OneDnn, Prepacked, has_one_dnn
 from lpr.model.cpu.tiles import Tiles, can_tile
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -16,6 +16,28 @@ SHAPES = [(5, 2), (33, 8), (100, 34), (64, 576), (96, 1536)]
 def needs(dtype: torch.dtype) -> None:
     if not can_tile(dtype, 2):
         pytest.skip(f"this machine allows no tiles of {dtype}")
+
+
+def test_weights_that_are_bfloat16_lie_as_such_and_have_the_bits_of_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs(torch.float32)
+    weight, rows = torch.randn(100, 1100).bfloat16().float(), torch.randn(130, 1100)
+    halves = Tiles(weight)
+    monkeypatch.setattr(tiles, "_halves", lambda weight: weight)
+    floats = Tiles(weight)
+    assert halves._panels.numel() * 2 == floats._panels.numel() * halves._panels.itemsize
+    assert torch.equal(halves.to_dense(), weight) and torch.equal(floats.to_dense(), weight)
+    for height in (*range(1, 30), 56, 57, 130):
+        assert torch.equal(halves.multiply(rows[:height], None), floats.multiply(rows[:height], None))
+
+
+def test_a_weight_that_is_not_bfloat16_or_has_no_pairs_lies_as_it_is() -> None:
+    needs(torch.float32)
+    weight = torch.randn(40, 64).bfloat16().float()
+    assert Tiles(weight)._panels.dtype is torch.bfloat16
+    weight[3, 7] += 2.0**-20
+    assert torch.equal(Tiles(weight).to_dense(), weight)
+    odd = torch.randn(40, 63).bfloat16().float()
+    assert torch.equal(Tiles(odd).to_dense(), odd) and Tiles(odd)._panels.dtype is torch.float32
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,8 +91,8 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_the_instructions_the_library_multiplies(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not can_pack(dtype):
-        pytest.skip(f"this machine allows no packed products of {dtype}")
+    if not has_one_dnn(dtype):
+        pytest.skip(f"oneDNN does not multiply {dtype} on this machine")
     weight, bias, rows = (torch.randn(size).to(dtype) for size in ((40, 16), (40,), (3, 16)))
     here = Prepacked(weight, bias, [24, 16])
     monkeypatch.setattr("lpr.model.cpu.products.can_tile", lambda *_: False)

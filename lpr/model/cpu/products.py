@@ -20,8 +20,13 @@ _HEIGHT = 16
 """Rows that the layout is made for. It serves all heights; one made for 1 row is 1.5 times as slow at 2 to 16."""
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """True if oneDNN multiplies in this dtype here with weights that are laid out before."""
+def can_pack(dtype: torch.dtype, num_inputs: int) -> bool:
+    """True if this machine multiplies in this dtype with weights that are laid out before."""
+    return can_tile(dtype, num_inputs) or has_one_dnn(dtype)
+
+
+def has_one_dnn(dtype: torch.dtype) -> bool:
+    """True if oneDNN multiplies in this dtype here."""
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return False
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -99,7 +104,7 @@ def prepack(model: nn.Module) -> int:
     for module in list(model.modules()):
         groups: list[list[Any]] = [[getattr(module, name, None) for name in names] for names in GROUPS]
         for members in [*groups, *([each] for each in module.children())]:
-            if fit(members) and can_pack(members[0].weight.dtype):
+            if fit(members) and can_pack(members[0].weight.dtype, members[0].in_features):
                 _move(members)
                 count += 1
     return count

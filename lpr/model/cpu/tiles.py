@@ -25,8 +25,7 @@ def can_tile(dtype: torch.dtype, num_inputs: int) -> bool:
     """True if the processor has the instructions."""
     if native.can_tile is None or dtype not in (torch.float32, torch.bfloat16):
         return False
-    is_half = dtype is torch.bfloat16
-    return native.can_tile(is_half) and not (is_half and num_inputs % 2)
+    return native.can_tile() and not (dtype is torch.bfloat16 and num_inputs % 2)
 
 
 class Tiles:
@@ -36,19 +35,23 @@ class Tiles:
         """Lay out `weight` [outputs, inputs], of a dtype and size with `can_tile`."""
         self.num_outputs, self.num_inputs = weight.shape
         self.dtype = weight.dtype
-        self._together = 2 if weight.dtype is torch.bfloat16 else 1
         assert native.can_use_amx is not None
         more = -self.num_inputs % DEPTH if weight.dtype is torch.bfloat16 and native.can_use_amx() else 0
+        weight = _halves(weight)
+        self._has_halves = weight.dtype is torch.bfloat16
+        together = 2 if self._has_halves else 1
         whole = F.pad(weight, (0, more, 0, -self.num_outputs % PANEL)).view(-1, PANEL, self.num_inputs + more)
-        self._panels = in_huge_pages(whole.unflatten(2, (-1, self._together)).transpose(1, 2))
+        self._panels = in_huge_pages(whole.unflatten(2, (-1, together)).transpose(1, 2))
 
     def to_dense(self) -> Tensor:
         """A copy of the weight [outputs, inputs]."""
-        return self._panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_outputs, : self.num_inputs].contiguous()
+        whole = self._panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_outputs, : self.num_inputs]
+        return whole.to(self.dtype).contiguous()
 
-    def address(self, bias: Tensor | None) -> tuple[int, int, int, int]:
-        """For native.DecoderLayer: where weight and `bias` (float32) lie, and the numbers of outputs and inputs."""
-        return self._panels.data_ptr(), 0 if bias is None else bias.data_ptr(), self.num_outputs, self.num_inputs
+    def address(self, bias: Tensor | None) -> tuple[int, int, int, int, bool]:
+        """For native.DecoderLayer: where weight and `bias` (float32) lie, the numbers of outputs and inputs, halves."""
+        places = self._panels.data_ptr(), 0 if bias is None else bias.data_ptr()
+        return *places, self.num_outputs, self.num_inputs, self._has_halves
 
     def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
@@ -60,7 +63,13 @@ class Tiles:
         assert native.multiply_tiles is not None
         native.multiply_tiles(
             self._panels.data_ptr(), 0 if bias is None else bias.data_ptr(), given.data_ptr(), out.data_ptr(), rows,
-            self.num_outputs, self.num_inputs, self.dtype is torch.bfloat16,
+            self.num_outputs, self.num_inputs, self._has_halves, self.dtype is torch.bfloat16,
             team_size() if rows * self.num_outputs * self.num_inputs > _ALONE else 1,
         )  # fmt: skip
         return out
+
+
+def _halves(weight: Tensor) -> Tensor:
+    """`weight` in bfloat16 if that changes no value, as of checkpoints in it, and pairs of inputs can lie together."""
+    half = weight.bfloat16()
+    return half if weight.shape[1] % 2 == 0 and torch.equal(half.to(weight.dtype), weight) else weight
