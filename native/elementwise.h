@@ -7,12 +7,14 @@
 #include "amx.h"
 #include "attention.h"
 #include "parallel.h"
+#include "product_tiles.h"
 
 namespace lpr {
 
-LPR_INLINE void round_to(const float*, Lanes&) {}
-LPR_INLINE void round_to(const BFloat*, Lanes& value) {
-  LaneBits bits = rounded(value) & 0xffff0000;
+template <class V> LPR_INLINE void round_to(const float*, V&) {}
+template <class V>
+LPR_INLINE void round_to(const BFloat*, V& value) {
+  typename Vector<V>::Bits bits = rounded(value) & 0xffff0000;
   std::memcpy(&value, &bits, sizeof(value));
 }
 
@@ -39,18 +41,18 @@ LPR_INLINE void round_to(const UnitHalf*, Lanes& value) {
 #endif
 
 // Part of a row at `from`, of which `count` values are left; zeros behind its end.
-template <typename T>
-LPR_INLINE void load_part(Lanes& to, const T* from, int64_t count) {
-  if (count >= kLanes) return load(to, from);
-  T padded[kLanes] = {};
+template <class V, typename T>
+LPR_INLINE void load_part(V& to, const T* from, int64_t count) {
+  if (count >= Vector<V>::kWidth) return load(to, from);
+  T padded[Vector<V>::kWidth] = {};
   std::memcpy(padded, from, count * sizeof(T));
   load(to, padded);
 }
 
-template <typename T>
-LPR_INLINE void store_part(T* to, const Lanes& from, int64_t count) {
-  if (count >= kLanes) return store(to, from);
-  T padded[kLanes];
+template <class V, typename T>
+LPR_INLINE void store_part(T* to, const V& from, int64_t count) {
+  if (count >= Vector<V>::kWidth) return store(to, from);
+  T padded[Vector<V>::kWidth];
   store(padded, from);
   std::memcpy(to, padded, count * sizeof(T));
 }
@@ -71,10 +73,10 @@ struct Norm {
   Weighing weighing;
 };
 
-template <typename T>
+template <class V, typename T>
 LPR_INLINE void norm_vector(T* states, const T* added, const T* weight, T* out, int64_t width, const Norm& norm) {
-  Lanes value, other, sums[4] = {};
-  for (int64_t i = 0, block = 0; i < width; i += kLanes, block++) {
+  V value, other, sums[4] = {};
+  for (int64_t i = 0, block = 0; i < width; i += Vector<V>::kWidth, block++) {
     load_part(value, states + i, width - i);
     if (added) {
       load_part(other, added + i, width - i);
@@ -86,7 +88,7 @@ LPR_INLINE void norm_vector(T* states, const T* added, const T* weight, T* out, 
   }
   float mean = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(width);
   float factor = 1.0f / std::sqrt(mean + norm.epsilon);
-  for (int64_t i = 0; i < width; i += kLanes) {
+  for (int64_t i = 0; i < width; i += Vector<V>::kWidth) {
     load_part(value, states + i, width - i);
     load_part(other, weight + i, width - i);
     value *= factor;
@@ -97,14 +99,14 @@ LPR_INLINE void norm_vector(T* states, const T* added, const T* weight, T* out, 
   }
 }
 
-template <typename T>
+template <class V, typename T>
 LPR_INLINE void compute_rows(const Norm& norm, int64_t first, int64_t last) {
   const Vectors& size = norm.size;
   for (int64_t row = first; row < last; row++)
     for (int64_t group = 0; group < size.groups; group++) {
       int64_t from = row * norm.stride + group * size.width, to = row * norm.out_stride + group * size.width;
       const T* added = norm.added ? reinterpret_cast<const T*>(norm.added) + from : nullptr;
-      norm_vector(reinterpret_cast<T*>(norm.states) + from, added, reinterpret_cast<const T*>(norm.weight),
+      norm_vector<V>(reinterpret_cast<T*>(norm.states) + from, added, reinterpret_cast<const T*>(norm.weight),
                   reinterpret_cast<T*>(norm.out) + to, size.width, norm);
     }
 }
@@ -116,7 +118,7 @@ struct Rotation {
 };
 
 // As `x * cos + rotate_half(x) * sin`.
-template <typename T>
+template <class V, typename T>
 LPR_INLINE void compute_rows(const Rotation& turn, int64_t first, int64_t last) {
   int64_t width = turn.size.width, half = width / 2;
   for (int64_t row = first; row < last; row++) {
@@ -125,8 +127,8 @@ LPR_INLINE void compute_rows(const Rotation& turn, int64_t first, int64_t last) 
     for (int64_t head = 0; head < turn.size.groups; head++) {
       T* low = reinterpret_cast<T*>(turn.states) + row * turn.stride + head * width;
       T* high = low + half;
-      for (int64_t i = 0; i < half; i += kLanes) {
-        Lanes a, b, cosine, sine, first_half, second_half, part;
+      for (int64_t i = 0; i < half; i += Vector<V>::kWidth) {
+        V a, b, cosine, sine, first_half, second_half, part;
         int64_t left = half - i;
         load_part(a, low + i, left);
         load_part(b, high + i, left);
@@ -159,17 +161,18 @@ struct Gate {
   Activation activation;
 };
 
-LPR_INLINE Lanes slope_of(const Lanes& x, Activation activation) {
+template <class V>
+LPR_INLINE V slope_of(const V& x, Activation activation) {
   return activation == Activation::kSilu ? x : (x + x * x * x * 0.044715f) * 1.5957691216057308f;
 }
 
 // x * sigmoid(slope(x)): SiLU has x itself, GELU in its tanh form 2 * sqrt(2 / pi) * (x + 0.044715 x^3).
-template <typename T>
-LPR_INLINE void activate(const T*, Lanes& x, Activation activation) {
-  Lanes slope = slope_of(x, activation);
-  Lanes fall = slope < 0.0f ? slope : -slope;
+template <class V, typename T>
+LPR_INLINE void activate(const T*, V& x, Activation activation) {
+  V slope = slope_of(x, activation);
+  V fall = slope < 0.0f ? slope : -slope;
   exponential(fall);
-  Lanes above = 1.0f / (fall + 1.0f);
+  V above = 1.0f / (fall + 1.0f);
   x *= slope < 0.0f ? fall * above : above;
 }
 
@@ -183,14 +186,14 @@ LPR_INLINE void activate(const UnitHalf*, Lanes& x, Activation activation) {
 }
 #endif
 
-template <typename T>
+template <class V, typename T>
 LPR_INLINE void compute_rows(const Gate& gate, int64_t first, int64_t last) {
   int64_t width = gate.size.width;
   for (int64_t row = first; row < last; row++) {
     const T* gates = reinterpret_cast<const T*>(gate.states) + row * 2 * width;
     T* out = reinterpret_cast<T*>(gate.out) + row * width;
-    for (int64_t i = 0; i < width; i += kLanes) {
-      Lanes value, other;
+    for (int64_t i = 0; i < width; i += Vector<V>::kWidth) {
+      V value, other;
       load_part(value, gates + i, width - i);
       load_part(other, gates + width + i, width - i);
       activate(out, value, gate.activation);
@@ -206,13 +209,13 @@ struct Sum {
   Vectors size;
 };
 
-template <typename T>
+template <class V, typename T>
 LPR_INLINE void compute_rows(const Sum& sum, int64_t first, int64_t last) {
   int64_t end = last * sum.size.width;
   T* states = reinterpret_cast<T*>(sum.states);
   const T* added = reinterpret_cast<const T*>(sum.added);
-  for (int64_t i = first * sum.size.width; i < end; i += kLanes) {
-    Lanes value, other;
+  for (int64_t i = first * sum.size.width; i < end; i += Vector<V>::kWidth) {
+    V value, other;
     load_part(value, states + i, end - i);
     load_part(other, added + i, end - i);
     value += other;
@@ -220,21 +223,30 @@ LPR_INLINE void compute_rows(const Sum& sum, int64_t first, int64_t last) {
   }
 }
 
-// One function per part and processor; `is_half` chooses bfloat16.
-#define LPR_RUN_ROWS(Part)                                                                            \
-  LPR_CLONES inline void run_rows(const Part& part, bool is_half, int64_t first, int64_t last) {      \
-    is_half ? compute_rows<BFloat>(part, first, last) : compute_rows<float>(part, first, last);       \
-  }
-LPR_RUN_ROWS(Norm)
-LPR_RUN_ROWS(Rotation)
-LPR_RUN_ROWS(Gate)
-LPR_RUN_ROWS(Sum)
-#undef LPR_RUN_ROWS
+// With the registers of each processor; `is_half` chooses bfloat16.
+template <class V, typename Part>
+LPR_INLINE void compute_part(const Part& part, bool is_half, int64_t first, int64_t last) {
+  is_half ? compute_rows<V, BFloat>(part, first, last) : compute_rows<V, float>(part, first, last);
+}
+template <typename Part>
+void run_rows(const Part& part, bool is_half, int64_t first, int64_t last) {
+  compute_part<QuarterLanes>(part, is_half, first, last);
+}
+#ifdef LPR_HAS_TILES
+template <typename Part>
+LPR_NARROW void run_rows_narrow(const Part& part, bool is_half, int64_t first, int64_t last) {
+  compute_part<HalfLanes>(part, is_half, first, last);
+}
+template <typename Part>
+LPR_WIDE void run_rows_wide(const Part& part, bool is_half, int64_t first, int64_t last) {
+  compute_part<Lanes>(part, is_half, first, last);
+}
+#endif
 
 #ifdef LPR_HAS_AMX
 template <typename Part>
 LPR_AMX inline void run_half_rows(const Part& part, int64_t first, int64_t last) {
-  compute_rows<UnitHalf>(part, first, last);
+  compute_rows<Lanes, UnitHalf>(part, first, last);
 }
 #endif
 
@@ -250,6 +262,10 @@ void run_part(const Part& part, bool is_half, int num_threads) {
     int64_t first = item * rows_per_item, last = std::min(rows, first + rows_per_item);
 #ifdef LPR_HAS_AMX
     if (is_half && can_use_amx()) return run_half_rows(part, first, last);
+#endif
+#ifdef LPR_HAS_TILES
+    if (has_wide_vectors()) return run_rows_wide(part, is_half, first, last);
+    if (can_tile()) return run_rows_narrow(part, is_half, first, last);
 #endif
     run_rows(part, is_half, first, last);
   });

@@ -24,39 +24,64 @@ typedef float QuarterLanes __attribute__((vector_size(16)));
 typedef int32_t LaneWords __attribute__((vector_size(64)));
 typedef int32_t HalfWords __attribute__((vector_size(32)));
 typedef int32_t QuarterWords __attribute__((vector_size(16)));
+typedef uint32_t LaneBits __attribute__((vector_size(64)));
+typedef uint32_t HalfBits __attribute__((vector_size(32)));
+typedef uint32_t QuarterBits __attribute__((vector_size(16)));
+typedef uint16_t LaneHalves __attribute__((vector_size(32)));
+typedef uint16_t HalfHalves __attribute__((vector_size(16)));
+typedef uint16_t QuarterHalves __attribute__((vector_size(8)));
 
 // A vector that the target's registers hold. Of a wider one the compiler keeps arrays in memory, and makes comparisons
 // one by one.
 template <class V> struct Vector;
 template <> struct Vector<Lanes> {
   using Words = LaneWords;
+  using Bits = LaneBits;
+  using Halves = LaneHalves;  // bfloat16
   static constexpr int kWidth = 16;
   static constexpr Words kBits = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
 };
 template <> struct Vector<HalfLanes> {
   using Words = HalfWords;
+  using Bits = HalfBits;
+  using Halves = HalfHalves;  // bfloat16
   static constexpr int kWidth = 8;
   static constexpr Words kBits = {1, 2, 4, 8, 16, 32, 64, 128};
 };
 template <> struct Vector<QuarterLanes> {
   using Words = QuarterWords;
+  using Bits = QuarterBits;
+  using Halves = QuarterHalves;  // bfloat16
   static constexpr int kWidth = 4;
   static constexpr Words kBits = {1, 2, 4, 8};
 };
 
 template <class V> LPR_INLINE void load(V& to, const float* from) { std::memcpy(&to, from, sizeof(to)); }
 
-// The sum of the lanes, halves upon halves.
-LPR_INLINE float sum_of(const Lanes& lanes) {
+template <class V> LPR_INLINE void store(float* to, const V& from) { std::memcpy(to, &from, sizeof(from)); }
+
+// The sums of each fourth lane.
+LPR_INLINE void add_halves(const QuarterLanes& from, QuarterLanes& to) { to = from; }
+LPR_INLINE void add_halves(const HalfLanes& from, QuarterLanes& to) {
+  QuarterLanes high;
+  std::memcpy(&to, &from, sizeof(to));
+  std::memcpy(&high, reinterpret_cast<const char*>(&from) + sizeof(to), sizeof(high));
+  to += high;
+}
+LPR_INLINE void add_halves(const Lanes& from, QuarterLanes& to) {
   HalfLanes low, high;
-  std::memcpy(&low, &lanes, sizeof(low));
-  std::memcpy(&high, reinterpret_cast<const char*>(&lanes) + sizeof(low), sizeof(high));
+  std::memcpy(&low, &from, sizeof(low));
+  std::memcpy(&high, reinterpret_cast<const char*>(&from) + sizeof(low), sizeof(high));
   low += high;
-  QuarterLanes first, second;
-  std::memcpy(&first, &low, sizeof(first));
-  std::memcpy(&second, reinterpret_cast<const char*>(&low) + sizeof(first), sizeof(second));
-  first += second;
-  return (first[0] + first[2]) + (first[1] + first[3]);
+  add_halves(low, to);
+}
+
+// The sum of the lanes, halves upon halves.
+template <class V>
+LPR_INLINE float sum_of(const V& lanes) {
+  QuarterLanes sums;
+  add_halves(lanes, sums);
+  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
 // e^x for x <= 0, within two units of the last place; 0 below -87 (Cephes' polynomial, Moshier).
@@ -111,28 +136,26 @@ LPR_INLINE void power_of_two(Lanes& x) {
 struct BFloat {
   uint16_t bits;
 };
-typedef uint16_t LaneHalves __attribute__((vector_size(32)));
-typedef uint32_t LaneBits __attribute__((vector_size(64)));
-
-LPR_INLINE void load(Lanes& to, const BFloat* from) {
-  LaneHalves halves;
+template <class V>
+LPR_INLINE void load(V& to, const BFloat* from) {
+  typename Vector<V>::Halves halves;
   std::memcpy(&halves, from, sizeof(halves));
-  LaneBits wide = __builtin_convertvector(halves, LaneBits) << 16;
+  typename Vector<V>::Bits wide = __builtin_convertvector(halves, typename Vector<V>::Bits) << 16;
   std::memcpy(&to, &wide, sizeof(to));
 }
 
-LPR_INLINE void store(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof(from)); }
-
 // The value in the upper half of each word: rounded to the nearest, of two equally near ones to the even one.
-LPR_INLINE LaneBits rounded(const Lanes& value) {
-  LaneBits bits;
+template <class V>
+LPR_INLINE typename Vector<V>::Bits rounded(const V& value) {
+  typename Vector<V>::Bits bits;
   std::memcpy(&bits, &value, sizeof(bits));
-  LaneWords is_nan = value != value;
+  typename Vector<V>::Words is_nan = value != value;
   return is_nan ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1);
 }
 
-LPR_INLINE void store(BFloat* to, const Lanes& from) {
-  LaneHalves halves = __builtin_convertvector(rounded(from) >> 16, LaneHalves);
+template <class V>
+LPR_INLINE void store(BFloat* to, const V& from) {
+  typename Vector<V>::Halves halves = __builtin_convertvector(rounded(from) >> 16, typename Vector<V>::Halves);
   std::memcpy(to, &halves, sizeof(halves));
 }
 

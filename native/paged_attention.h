@@ -49,8 +49,6 @@ struct SmallTile {
   static constexpr int kVectors = 1, kFewKeys = 2, kManyKeys = 2, kRows = 2, kColumns = 1;
 };
 
-template <class V> LPR_INLINE void store(float* to, const V& from) { std::memcpy(to, &from, sizeof(from)); }
-
 // x = softcap * tanh(x / softcap).
 template <class V>
 LPR_INLINE void cap(V& x, float softcap) {

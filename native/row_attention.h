@@ -18,14 +18,6 @@ constexpr int kKeysAtOnce = 4;   // of a product of scores
 #define LPR_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, QuarterWords{i, j, k, l})
 #endif
 
-LPR_INLINE void add_halves(const QuarterLanes& from, QuarterLanes& to) { to = from; }
-LPR_INLINE void add_halves(const HalfLanes& from, QuarterLanes& to) {
-  QuarterLanes high;
-  std::memcpy(&to, &from, sizeof(to));
-  std::memcpy(&high, reinterpret_cast<const char*>(&from) + sizeof(to), sizeof(high));
-  to += high;
-}
-
 // The sums of four registers.
 template <class V>
 LPR_INLINE void sums_of(const V (&from)[4], QuarterLanes& sums) {
@@ -162,9 +154,7 @@ LPR_INLINE void weigh_lane(float* scores, uint32_t seen, float softcap, int lane
     store(scores + i * W, score[i]);
     sum += score[i];
   }
-  QuarterLanes quarter;
-  add_halves(sum, quarter);
-  lanes.total[lane] = lanes.total[lane] * shrink + ((quarter[0] + quarter[2]) + (quarter[1] + quarter[3]));
+  lanes.total[lane] = lanes.total[lane] * shrink + sum_of(sum);
   lanes.top[lane] = top;
   lanes.shrink[lane] = shrink;
 }

@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_the_instructions_the_library_multiplies(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_one_dnn(dtype):
-        pytest.skip(f"oneDNN does not multiply {dtype} on this machine")
+        pytest.skip(f"this machine allows no products of {dtype} by oneDNN")
     weight, bias, rows = (torch.randn(size).to(dtype) for size in ((40, 16), (40,), (3, 16)))
     here = Prepacked(weight, bias, [24, 16])
     monkeypatch.setattr("lpr.model.cpu.products.can_tile", lambda *_: False)

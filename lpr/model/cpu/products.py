@@ -1,4 +1,4 @@
-"""Matrix products whose weights are laid out once, when the model is loaded: in C++ or, elsewhere, by oneDNN.
+"""Matrix products whose weights are laid out once, when the model is loaded: in C++ or, without AVX2, by oneDNN.
 
 MKL, which multiplies in float32 otherwise, lays a weight out at every call, and is slow on processors of AMD.
 """

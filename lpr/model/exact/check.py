@@ -1,7 +1,7 @@
 """Exact mode's matrix products, at heights (rows) that agree: a library chooses its kernel by the shape.
 
-All products on a GPU have one height. On a CPU `find_heights` tries them out when a model is loaded: with AVX2 a
-float32 row has the same bits in any product of four rows or more, and lpr's own products have them at every height.
+All products on a GPU have one height. On a CPU `find_heights` tries them out when a model is loaded: a float32
+row of MKL's with AVX2 has the same bits in any product of four rows or more, lpr's own products at every height.
 """
 
 from __future__ import annotations
