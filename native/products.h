@@ -5,8 +5,8 @@
 // registers (Goto and van de Geijn 2008, section 4, with the weights in the place of their packed B). Each output is a sum
 // of sums over 512 inputs in their order, so its bits depend neither on the rows beside it nor on the number of threads.
 //
-// Weights of a float model that are bfloat16 in truth, as most checkpoints' are, lie as such and are widened on the way:
-// the same sums from half the memory.
+// Weights of a float model that bfloat16 holds exactly, as those of a checkpoint in bfloat16, lie as such and are widened
+// on the way: the same sums from half the memory.
 #pragma once
 
 #include "parallel.h"
