@@ -285,6 +285,8 @@ class AdaptiveBudget : public Budget {
         near_price = constants.near_price * (first_rate * (time - first_time));
       }
     }
+    double least = 1 + constants.least_gain * (1 - 1 / static_cast<double>(count_));
+    if (best_rate < least * first_rate) best = 0;
     double threshold = best ? gains[best - 1] : kInfinity;
     for (size_t i = 0; i < drafts.size(); i++) keep(*drafts[i], *histories[i], falling[i], threshold, near_price);
     if (window_nodes_) weigh_window(tokens);

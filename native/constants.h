@@ -21,6 +21,7 @@ using Numbers = std::vector<double>;
   X(double, cell_memory) X(double, least_frequency) X(std::vector<int64_t>, knots)                                    \
   X(double, first_window_yield) X(double, pool_yield) X(int, window_segment) X(double, window_memory)                 \
   X(double, window_return) X(int, quiet_steps) X(int, longest_pause) X(int, longest_far_pause) X(double, near_price)  \
+  X(double, least_gain)                                                                                               \
   X(int, num_bands) X(double, trusted_nodes) X(double, trust_memory) X(double, plain_memory) X(double, long_memory)   \
   X(double, most_promised) X(int, longest_catch_up) X(int, forgotten_after)                                           \
   X(std::vector<Numbers>, shipped_frequencies) X(std::vector<Numbers>, shipped_trials)

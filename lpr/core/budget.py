@@ -293,6 +293,8 @@ class AdaptiveBudget:
         times = self._milliseconds(sizes)
         rates = tokens / times
         best = int(np.argmax(rates))
+        if rates[best] < (1 + constants.LEAST_GAIN * (1 - 1 / count)) * rates[0]:
+            best = 0
         threshold = gains[best - 1] if best else np.inf
         near_price = constants.NEAR_PRICE * float(rates[0] * (times[1] - times[0])) if len(gains) else 0.0
         for draft, history, each in zip(drafts, histories, falling, strict=True):
