@@ -3,8 +3,8 @@
 A node is worth the probability that it is on the accepted path, and costs the time that it adds to the step. With the
 drafts' path probabilities p and step times t, a step of the k best drafted nodes of a batch of B emits
 B + p_1 + ... + p_k tokens in t(nodes) milliseconds, and k is chosen for the most tokens per millisecond. So the budget
-goes to the sequences and branches that gain most, shrinks where time is dear, and is 0 where drafts do not pay, in a
-batch by more than an error of the step times (`constants.LEAST_GAIN`): then the step is plain decoding. All ranks
+goes to the sequences and branches that gain most, shrinks where time is dear, and is 0 where drafts do not pay: then
+the step is plain decoding. In a batch they must pay by more than step times may err (`constants.LEAST_GAIN`). All ranks
 decide alike, because probabilities and step times are replicated.
 """
 

@@ -117,12 +117,12 @@ QUIET_STEPS = 4
 LONGEST_PAUSE, LONGEST_FAR_PAUSE = 8, 32
 """Most steps between two trials whether drafts pay again; the pause doubles up to this. Far: see `NEAR_PRICE`."""
 LEAST_GAIN = 0.03
-"""A step of many sequences has drafts only if they promise so much more tokens per millisecond than it has without; of
-B sequences 1 - 1 / B of that.
+"""A step of B sequences has drafts only if their promise of tokens per millisecond is higher than without them by this
+part, times 1 - 1 / B.
 
 Step times are known to a few percent, and among many sequences a node brings less than that: where 17 tokens seemed to
 take no longer than 16, a batch of 16 drafted single nodes, which cost a tenth of a step and bring a thirtieth. For one
-sequence nodes bring more than such an error, and 3 % lost as much there (dev/LOG.md)."""
+sequence nodes bring more than such an error, and a least gain of 3 % cost about as much (dev/LOG.md)."""
 NEAR_PRICE = 0.5
 """A sequence whose best node is worth less than this part of its price is far from paying."""
 NUM_BANDS = 7
