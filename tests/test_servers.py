@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.report.parts import renew
 from benchmarks.report.servers import servers as tables_of
+from benchmarks.report.servers import summary
 from benchmarks.servers.__main__ import MARKS, Comparison, agreement, main
 from benchmarks.servers.configurations import CONFIGURATIONS, Places, command_of
 from benchmarks.servers.process import Server, ServerEndedError, free_port, started
@@ -109,12 +110,18 @@ def test_each_load_is_put_to_every_server_in_turn(model: Path, data: Path, tmp_p
     assert beside.rows[0][1:3] == [f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}x", "vllm-plain"]
     assert next(iter(tables[0].columns)) == "load" and set(tables[0].columns[1:]) == {"lpr-plain", "lpr", "vllm-plain"}
     assert tables[0].rows[0][0] == "set, greedy, 1 client, 3 prompts, cold"
+    fastest, _, over_plain, plain = short = summary(found)
+    assert fastest.columns == ["", "1 client, cold", "1 client, warm", "2 clients, cold", "2 clients, warm"]
+    assert [row[0] for row in fastest.rows] == ["set, greedy", "set, temperature 0.8"]
+    assert fastest.title.startswith("float32, ") and "beside vllm-plain: tokens per second" in fastest.title
+    by_load = {(run["temperature"], run["clients"], run["pass"], run["name"]): run["tokens_per_second"] for run in runs}
+    for table, over, under in ((fastest, "lpr", "vllm-plain"), (over_plain, "lpr", "lpr-plain")):
+        assert table.rows[1][3] == f"{by_load[0.8, 2, 'cold', over] / by_load[0.8, 2, 'cold', under]:.2f}x"
+    assert plain.rows[0][2] == f"{by_load[0, 1, 'warm', 'lpr-plain'] / by_load[0, 1, 'warm', 'vllm-plain']:.2f}x"
     page = tmp_path / "page.md"
     page.write_text(f"before\n{MARKS[0]}\nformer table\n{MARKS[1]}\nafter\n")
-    renew(page, MARKS, tables)
-    assert (
-        "| set, temperature 0.8, 2 clients, 3 prompts, warm |" in page.read_text() and "former" not in page.read_text()
-    )
+    renew(page, MARKS, short)
+    assert "| set, temperature 0.8 | " in page.read_text() and "former" not in page.read_text()
 
 
 def test_prompts_are_asked_once_where_that_is_asked_for(model: Path, data: Path, tmp_path: Path) -> None:

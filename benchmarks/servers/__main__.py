@@ -35,7 +35,7 @@ from benchmarks.common import (
 )  # fmt: skip
 from benchmarks.data import load_prompts
 from benchmarks.report.parts import renew
-from benchmarks.report.servers import servers as tables_of
+from benchmarks.report.servers import summary
 from benchmarks.servers.acceptance import Counts, acceptance, counts_of
 from benchmarks.servers.client import Answer, Load, ask_all
 from benchmarks.servers.configurations import CONFIGURATIONS, HOW_TO_INSTALL, Places, command_of
@@ -88,7 +88,7 @@ class ServersOptions(Options):
     add: Flag = False
     """Keep the other rows of --output."""
     table: Flag = False
-    """Measure nothing: draw the table in docs/results.md from --output, or from benchmarks/results/servers.json."""
+    """Measure nothing: draw the tables in docs/results.md from benchmarks/results/servers*.json."""
 
 
 @dataclass(frozen=True)
@@ -352,8 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = read_options("servers", ServersOptions, arguments)
         if options.table:
-            result = read_json(options.output or RESULTS / "servers.json")
-            renew(DOCS, MARKS, [part.table for part in tables_of(result)])
+            results = [read_json(path) for path in sorted(RESULTS.glob("servers*.json"))]
+            renew(DOCS, MARKS, [table for result in results for table in summary(result)])
             return 0
     except InputError as error:
         print(f"benchmarks.servers: {error}", file=sys.stderr)
