@@ -189,7 +189,7 @@ def start_compiled(family: str, num_slots: int = 4, max_nodes: int = 40, **how: 
     return found[0], found[1], counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.long)])
 def test_a_start_compiles_four_forms_and_compares_each(family: str) -> None:
     """One sequence or more, one entry or more. A form is one graph: `fullgraph` raises at a break."""
     assert start_compiled(family) == (4, 4, 4)
@@ -203,6 +203,7 @@ def replica() -> Iterator[TensorParallel]:
         yield TensorParallel(mesh)
 
 
+@pytest.mark.long
 def test_a_start_of_a_replica_compiles_four_forms(replica: TensorParallel, tmp_path: Path) -> None:
     """Of a rank's half of a model, with the collectives of its steps."""
     assert start_compiled("llama", 2, 16, replica=replica, folder=tmp_path) == (4, 4, 4)
@@ -310,7 +311,9 @@ def the_number_of_keys_decides(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention_kernel, "tree_attention", mutant)
 
 
-@pytest.mark.parametrize("fault", [equal_sizes_are_one, the_number_of_keys_decides])
+@pytest.mark.parametrize(
+    "fault", [equal_sizes_are_one, pytest.param(the_number_of_keys_decides, marks=pytest.mark.long)]
+)
 def test_more_forms_are_noticed(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     assert start_compiled("llama", 1, 1)[1] > 4
@@ -349,6 +352,7 @@ class Small(nn.Module):
         return hidden * torch.sigmoid(hidden) + 1
 
 
+@pytest.mark.long
 def test_compiled_code_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled again, as in a second process, is read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -377,6 +381,7 @@ def small(**sizes: int) -> Any:
     return AutoConfig.for_model("llama", **{**shape, "num_hidden_layers": 2, **sizes})
 
 
+@pytest.mark.long
 def test_kernels_of_a_step(guard: None) -> None:
     """Ten a layer: norm, QKV, rotation with the cache's writes, attention and its second launch, output, norm, gate
     and up, SiLU, down; and no copy of a cache. Over two ranks, also two sums a layer and one for the embedding."""

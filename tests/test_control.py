@@ -377,6 +377,7 @@ def test_the_drop_in_keeps_its_engine(model: PreTrainedModel, monkeypatch: pytes
     assert len(configured) == 1
 
 
+@pytest.mark.long
 def test_no_leak_report_at_the_end(tmp_path: Path) -> None:
     """Triton's bindings report what outlives the interpreter, after which nobody finds the one clear line."""
     pytest.importorskip("triton")

@@ -87,7 +87,9 @@ def replays_that_round_otherwise(patch: pytest.MonkeyPatch, rows: int) -> None:
     patch.setattr(nn.Linear, "forward", mutant)
 
 
-@pytest.mark.parametrize("rows", [0, 64, 256])
+@pytest.mark.parametrize(
+    "rows", [0, pytest.param(64, marks=pytest.mark.long), pytest.param(256, marks=pytest.mark.long)]
+)
 def test_replays_are_compared_with_direct_steps_at_every_height(
     rows: int, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

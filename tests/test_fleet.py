@@ -174,6 +174,7 @@ def test_every_case_comes_once_and_after_its_baselines() -> None:
     assert Case("a", 0.0, 2, 2, "auto").flags == []
 
 
+@pytest.mark.long
 def test_a_real_fleet_emits_plain_decodings_tokens(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:2]))

@@ -219,6 +219,7 @@ def loaded_there(gpu: PretendGpu, small_bundled: Path, monkeypatch: pytest.Monke
     return gpu
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) -> None:
     """As on one GPU, but for sizes: within its budgets, each section with its rows, and the report reads the file.

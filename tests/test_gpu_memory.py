@@ -217,6 +217,7 @@ def test_a_graph_of_the_largest_step_is_as_high_as_is_told() -> None:
         assert max(each.batch * each.num_entries for each in graphs.common_shapes(4)) <= most
 
 
+@pytest.mark.long
 def test_an_engine_without_room_says_what_its_memory_is_for(gpu: PretendGpu) -> None:
     """At its start as one line, and with a quarter of that memory as an error."""
     decode = DecodeConfig(window_size=3, trie_nodes=8, max_batch_size=2, max_length=64)

@@ -519,6 +519,7 @@ def ended(processes: list[subprocess.Popen[bytes]], seconds: float = 90) -> list
     return [each.wait(seconds) for each in processes]
 
 
+@pytest.mark.long
 def test_a_set_of_two_machines_serves(tmp_path: Path) -> None:
     """The manifest's own commands, as Kubernetes would start them, for two machines that are both this one."""
     (found,) = documents(LAUNCH / "k8s/leaderworkerset_two_machines.yaml")
@@ -567,6 +568,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return env | {"PATH": f"{tmp_path}:{env['PATH']}", "LPR_API_KEY": KEY}
 
 
+@pytest.mark.long
 def test_the_slurm_script_serves(slurm: dict[str, str]) -> None:
     """On two machines, whose tasks are started here."""
     port = free_port() % 20000 + 20000
@@ -675,6 +677,7 @@ def test_scripts_pass_their_linter(tmp_path: Path) -> None:
     assert all(os.access(script, os.X_OK) for script in scripts)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_ray_application_serves_grows_and_survives() -> None:
     """Ray is started here; tests/ray_application.py says what is done with it."""

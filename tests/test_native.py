@@ -66,6 +66,7 @@ def test_steps_are_equal(plan: Plan) -> None:
     assert_equal(run(PURE, plan), run(NATIVE, plan))
 
 
+@pytest.mark.long
 @needs_native
 def test_long_runs_are_equal() -> None:
     long = TreeSizes(window_size=8, guess_set_size=8, trie_nodes=64, trie_capacity=700, num_guesses=12)
@@ -160,6 +161,7 @@ print(json.dumps([lpr.native.is_native, [[each.token_ids, each.stats.num_steps] 
 """
 
 
+@pytest.mark.long
 @needs_native
 def test_ranks_with_and_without_the_extension_work_together() -> None:
     """Their digests are compared in every step, so they take the same steps or stop with an error."""

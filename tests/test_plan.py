@@ -88,6 +88,7 @@ def test_every_preset_is_checked() -> None:
     assert set(preset_names()) == set(PUBLISHED)
 
 
+@pytest.mark.long
 def test_shards_are_those_of_transformers() -> None:
     """Parameters, K/V and collectives of five families on two and four ranks, as transformers itself shards them."""
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "sharded.py"), "2,4", *FAMILIES]

@@ -115,6 +115,7 @@ def mean_wait(num_slots: int, load: float, number: int = 8000) -> float:
     return statistics.mean(each.first_seconds for each in done)
 
 
+@pytest.mark.long
 def test_one_slot_is_the_queue_of_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
     """M/D/1, by Pollaczek and Khinchine: a wait of rho / (2 (1 - rho)) before a service of one second."""
     for load in (0.3, 0.6, 0.8):
@@ -252,6 +253,7 @@ def test_thousands_of_meshes_are_a_thousand_times_one(plan) -> None:
     assert many["capacity_per_mesh"] == few["capacity_per_mesh"]
 
 
+@pytest.mark.long
 def test_a_sample_of_meshes_stands_for_all() -> None:
     """Requests split by chance over eight meshes, all of them simulated, are served as the plan's sample says."""
     work = Workload(

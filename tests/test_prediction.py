@@ -162,6 +162,7 @@ def test_a_draft_that_is_taken_for_the_text_shows(
     assert [each.token_ids for each in requests] != expected
 
 
+@pytest.mark.long
 def test_wrong_predictions_cost_few_steps(model: PreTrainedModel) -> None:
     """At most 3 % of all steps, over enough of them that one step is less."""
     prompts = [[(seed * i * i + i) % 97 for i in range(30)] for seed in range(1, 13)]

@@ -49,9 +49,9 @@ def alone(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 @pytest.mark.parametrize(
     ("num_ranks", "temperature", "module", "more"),
     [
-        (2, "0", ["-m", "lpr.generate"], []),
+        pytest.param(2, "0", ["-m", "lpr.generate"], [], marks=pytest.mark.long),
         (2, "0.8", ["lpr.generate"], ["--max-batch-size", "4"]),
-        (3, "0.8", ["-m", "lpr.generate"], ["--ngram-size", "3"]),
+        pytest.param(3, "0.8", ["-m", "lpr.generate"], ["--ngram-size", "3"], marks=pytest.mark.long),
     ],
 )
 def test_the_same_text_as_one_process(
@@ -75,6 +75,7 @@ def test_the_same_text_as_one_process(
     assert json.loads(done.stdout)["payload_bytes_per_step"] > 0
 
 
+@pytest.mark.long
 def test_two_agents_on_loopback(prompts: Path, alone: dict[str, list[dict[str, object]]], tmp_path: Path) -> None:
     """launch/many_machines.sh as two machines would run it."""
     with socket.socket() as free:
@@ -147,6 +148,7 @@ def state(pid: int) -> bytes:
         return b"Z"
 
 
+@pytest.mark.long
 def test_a_restarted_job_resumes(many: Path, tmp_path: Path) -> None:
     undisturbed, target = tmp_path / "undisturbed.jsonl", tmp_path / "out.jsonl"
     agent = start(2, 0, many, undisturbed, LONG)

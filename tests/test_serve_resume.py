@@ -125,6 +125,7 @@ def test_chats_and_whole_answers_go_on(service):
     assert answer["usage"]["completion_tokens"] == len(ids_of(whole))
 
 
+@pytest.mark.long
 def test_a_front_is_killed_and_its_streams_go_on_at_another(service):
     bodies = [{**body, "max_tokens": 200, "min_tokens": 150} for body in BODIES.values()]
     wanted = [events_of(service.client, **body) for body in bodies]

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import lpr
 from tests.supervised_worker import PROMPTS
 
@@ -77,6 +79,7 @@ def test_a_killed_driver_and_a_stopped_rank_change_nothing(tmp_path: Path) -> No
     check_outputs(tmp_path)
 
 
+@pytest.mark.long
 def test_a_killed_rank_of_a_sharded_replica_is_its_replicas_loss(tmp_path: Path) -> None:
     """Two replicas of two ranks: the other replica goes on, and a new one of two ranks joins it."""
     (tmp_path / "hold").touch()

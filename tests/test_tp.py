@@ -218,6 +218,7 @@ def test_two_replicas_of_two_ranks(
         assert [shapes[rank][name] for rank in (0, 1)] == [[49, 64], [48, 64]]
 
 
+@pytest.mark.long
 def test_one_replica_of_two_ranks_and_the_command(
     models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
 ) -> None:

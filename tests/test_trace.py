@@ -217,6 +217,7 @@ def test_a_page_without_requests_is_still_a_page(llama: PreTrainedModel) -> None
     assert PLACEHOLDER not in html and Page(html).data["requests"] == []
 
 
+@pytest.mark.long
 def test_rank_0_of_real_processes_writes_the_trace_and_the_trie(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": PROMPTS[0]}) + "\n")
     command = [*TORCHRUN, "--nproc_per_node=2", "-m", "lpr.generate", "--prompts", str(tmp_path / "in.jsonl"), *JOB,

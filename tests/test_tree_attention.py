@@ -197,7 +197,7 @@ RULES: dict[str, dict[str, Any]] = {
     ("dtype", "rules", "num_splits"),
     [
         (torch.float32, "plain", 1),
-        (torch.float32, "window", 2),
+        pytest.param(torch.float32, "window", 2, marks=pytest.mark.long),
         (torch.float32, "softcap and sinks", 1),
         (torch.bfloat16, "plain", 2),
         (torch.bfloat16, "window", 1),
@@ -220,6 +220,7 @@ def test_head_dimensions(dim: int) -> None:
     check_against_reference(attention_kernel.tree_attention, case)
 
 
+@pytest.mark.long
 @needs_triton
 @pytest.mark.parametrize(
     ("dtype", "rules"),
@@ -404,6 +405,7 @@ def test_choices_that_cannot_work_are_refused_in_one_line() -> None:
         self_check(TreeModel(tiny_model().double().to(DEVICE), attention="triton"))
 
 
+@pytest.mark.long
 @needs_triton
 def test_the_kernels_compile_for_gpus_without_one(tmp_path: Path) -> None:
     """The interpreter takes programs that the compiler refuses. A consumer GPU gives a block 101376 bytes at most."""
