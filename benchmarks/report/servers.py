@@ -35,7 +35,8 @@ def summary(facts: Json) -> list[Table]:
             by_place.setdefault(place, {})[run["name"]] = run
         heads = sorted({(run["clients"], run["pass"], f"{_clients(run)}, {run['pass']}") for run in mine})
         columns = [head for *_, head in heads]
-        names = list(dict.fromkeys(row for row, _ in by_place))
+        temperatures = sorted({run["temperature"] for run in mine})
+        names = [f"{data}, {mode(each)}" for data in distinct(mine, "data") for each in temperatures]
         others = ", ".join(name for name in distinct(mine, "name") if not name.startswith("lpr"))
         for title, ratio in RATIOS.items():
             cells = {place: f"{found:.2f}x" for place, runs in by_place.items() if (found := ratio(runs)) is not None}
