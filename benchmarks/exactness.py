@@ -3,7 +3,7 @@
     python -m benchmarks.exactness MODEL --dtypes bfloat16 float32 --output benchmarks/results/exactness.json
 
 Prompts are decoded in groups of four. After each group the result is written to `--output`, and a run that finds its
-own file there continues after the last group. The benchmark compares the ids, and a digest of the logits from which
+own file there, of the same program and machine, continues after the last group. The benchmark compares the ids, and a digest of the logits from which
 each token was chosen: of every evaluated node on the path of the text, on every rank. Ranks are threads of this
 process. The cost is the ratio of runs that take turns.
 """
@@ -36,6 +36,8 @@ from lpr.model.sampling.selection import Selection
 from tests.prompts import PROMPTS
 from tests.worlds import ThreadComm, ThreadWorld, run_ranks
 
+PROGRAM = ("commit", "cpu", "torch", "transformers")
+"""What must be the same where a run goes on from a file, which would call older figures its own."""
 GROUP = 4
 """Prompts that every shape decodes before the next group."""
 TEMPERATURES = (0.0, 0.8)
@@ -282,8 +284,9 @@ def measure(options: ExactnessOptions, console: Console) -> dict[str, Any]:
     path = Path(options.output) if options.output else None
     if path is not None and path.exists():
         result = json.loads(path.read_text())
-        if any(result.get(name) != value for name, value in settings.items()):
-            raise InputError(f"{path} is of another model, number of tokens or threads; give another --output")
+        same = settings | {name: value for name, value in circumstances().items() if name in PROGRAM}
+        if other := [name for name, value in same.items() if result.get(name) != value]:
+            raise InputError(f"{path} is of another {', '.join(other)}; give another --output")
     for dtype in options.dtypes:
         if all(run["dtype"] != dtype for run in result["runs"]):
             result["runs"].append({"dtype": dtype, "prompts": 0, "exact": {}, "as usual": {}})

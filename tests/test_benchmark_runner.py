@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from benchmarks import ablation, fleet, serve
+from benchmarks import ablation, exactness, fleet, serve
 from benchmarks.ablation import complete, figures_of
 from benchmarks.common import DataOptions, Options, attempt, read_options, run_main
 from benchmarks.engines import count_steps, engines_over, load_engine, load_model, params_for, plain, split_budget
@@ -158,3 +158,17 @@ def test_a_missing_package_is_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr == "benchmarks: the package httpx is missing: pip install -e '.[bench]'\n"
+
+
+@pytest.mark.parametrize("name", ["commit", "cpu"])
+def test_figures_of_another_program_or_machine_are_not_continued(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would have this one's commit and date."""
+    path = tmp_path / "exactness.json"
+    words = ["--dtypes", "float32", "--prompts", "0", "--rounds", "0", "--output", str(path), "--json"]
+    assert exactness.main(words) == 0 == exactness.main(words)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: "another"}))
+    capsys.readouterr()
+    assert exactness.main(words) == 2
+    assert f"exactness.json is of another {name}; give another --output" in capsys.readouterr().err
