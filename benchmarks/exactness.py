@@ -3,9 +3,9 @@
     python -m benchmarks.exactness MODEL --dtypes bfloat16 float32 --output benchmarks/results/exactness.json
 
 Prompts are decoded in groups of four. After each group the result is written to `--output`, and a run that finds its
-own file there, of the same program and machine, continues after the last group. The benchmark compares the ids, and a digest of the logits from which
-each token was chosen: of every evaluated node on the path of the text, on every rank. Ranks are threads of this
-process. The cost is the ratio of runs that take turns.
+own file there, of the same program and machine, continues after the last group. The benchmark compares the ids, and a
+digest of the logits from which each token was chosen: of every evaluated node on the path of the text, on every rank.
+Ranks are threads of this process. The cost is the ratio of runs that take turns.
 """
 
 from __future__ import annotations
