@@ -96,7 +96,7 @@ attend_in_order: Callable[..., None] | None = getattr(_extension, "attend_in_ord
 rms_norm: Callable[..., None] | None = getattr(_extension, "rms_norm", None)
 rotate: Callable[..., None] | None = getattr(_extension, "rotate", None)
 gate: Callable[..., None] | None = getattr(_extension, "gate", None)
-"""Parts of a decoder layer on a CPU (lpr.model.cpu.elementwise); without the extension the model's modules do them."""
+"""Parts of a decoder layer on a CPU (lpr.model.fused.elementwise); without the extension they are the modules' own."""
 
 can_tile: Callable[[], bool] | None = getattr(_extension, "can_tile", None)
 can_use_amx: Callable[[], bool] | None = getattr(_extension, "can_use_amx", None)
@@ -106,7 +106,7 @@ has one (AMX). Elsewhere oneDNN multiplies."""
 
 DecoderLayer: Callable[..., Any] | None = getattr(_extension, "DecoderLayer", None)
 DecoderLayers: Callable[..., Any] | None = getattr(_extension, "DecoderLayers", None)
-"""A decoder layer of these products, parts and attention as one call (lpr.model.cpu.decoder_layer)."""
+"""A decoder layer of these products, parts and attention as one call (lpr.model.fused.decoder_layer)."""
 
 if _extension is not None:
     globals().update({name: getattr(_extension, name) for name in __all__ if name not in ("is_native", "missing")})

@@ -18,7 +18,17 @@ import torch
 from pretend_device import CUDA, OnGpu, PretendError, PretendGpu, current_gpu, held, to_gpu
 from pretend_graphs import Capture, Graph
 from pretend_guard import load_guard
-from pretend_kernels import Launched, exact_kernel, kernel, likeliest_kernel, sampling_kernel
+from pretend_kernels import (
+    Launched,
+    exact_kernel,
+    gate,
+    kernel,
+    likeliest_kernel,
+    norm_heads,
+    rms_norm,
+    rotate,
+    sampling_kernel,
+)
 from pretend_streams import Event, RaceError, Stream
 
 from lpr.model import step_inputs
@@ -85,6 +95,8 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     attention_kernel = pytest.importorskip("lpr.model.kernels.attention_kernel")
     monkeypatch.setattr(attention_kernel, "tree_attention", kernel)
     monkeypatch.setattr("lpr.model.kernels.exact_kernel.tree_attention", exact_kernel)
+    for each in (rms_norm, norm_heads, rotate, gate):
+        monkeypatch.setattr(f"lpr.model.kernels.elementwise_kernel.{each.__name__}", each)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.choose", sampling_kernel)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.likeliest", likeliest_kernel)
     storage_of = step_inputs.storage_of

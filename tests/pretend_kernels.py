@@ -6,7 +6,7 @@ registers, shared memory, and what a compiler makes of the code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attention_reference
@@ -52,6 +52,70 @@ def _launch(
 
     gpu.launch(run, [each for each in given if each is not None], [out])
     return out.transpose(1, 2)
+
+
+def rms_norm(states: Any, weight: Any, epsilon: float, weighing: int, added: Any = None) -> torch.Tensor:
+    """Stands for the kernel of norms, likewise."""
+    out: Any = torch.empty_like(states)
+
+    def run() -> None:
+        if added is not None:
+            held(states).add_(held(added))
+        held(out).copy_(_normed(held(states), held(weight), epsilon, weighing))
+
+    _launch_on((states, weight, *([] if added is None else [added])), (states, out), run)
+    return out
+
+
+def norm_heads(states: Any, weight: Any, epsilon: float, weighing: int, first: int, heads: int) -> None:
+    """Stands for the kernel of norms in heads, likewise."""
+
+    def run() -> None:
+        width = len(weight)
+        part = held(states)[..., first : first + heads * width].unflatten(-1, (heads, width))
+        part.copy_(_normed(part, held(weight), epsilon, weighing))
+
+    _launch_on((states, weight), (states,), run)
+
+
+def _normed(states: torch.Tensor, weight: torch.Tensor, epsilon: float, weighing: int) -> torch.Tensor:
+    wide = states.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    if weighing == 0:
+        return weight * wide.to(states.dtype)
+    return (wide * (weight.float() + (weighing == 1))).to(states.dtype)
+
+
+def rotate(states: Any, cosines: Any, sines: Any, heads: int) -> None:
+    """Stands for the kernel of rotary embeddings, likewise."""
+
+    def run() -> None:
+        width = cosines.shape[-1]
+        part = held(states)[..., : heads * width].unflatten(-1, (heads, width))
+        low, high = part.chunk(2, -1)
+        turned = torch.cat([-high, low], -1)
+        part.copy_(part * held(cosines)[..., None, :] + turned * held(sines)[..., None, :])
+
+    _launch_on((states, cosines, sines), (states,), run)
+
+
+def gate(states: Any, activation: int) -> torch.Tensor:
+    """Stands for the kernel of gates, likewise."""
+    out: Any = states.new_empty(*states.shape[:-1], states.shape[-1] // 2)
+
+    def run() -> None:
+        gates, values = held(states).chunk(2, -1)
+        active = torch.nn.functional.gelu(gates, approximate="tanh") if activation else torch.nn.functional.silu(gates)
+        held(out).copy_(active * values)
+
+    _launch_on((states,), (out,), run)
+    return out
+
+
+def _launch_on(given: Sequence[Any], written: Sequence[Any], run: Callable[[], None]) -> None:
+    if not all(isinstance(each, OnGpu) for each in given):
+        raise PretendError("a kernel was given a CPU tensor")
+    current_gpu().launch(run, [*given], [*written])
 
 
 class Launched:

@@ -68,6 +68,25 @@ def test_the_same_text_as_without_graphs(
     assert capturer.num_replays > 20
 
 
+def test_no_two_entries_of_a_captured_step_are_written_to_one_row(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for padding: a GPU writes them in any order, and the check of the cached length finds other logits."""
+    update, written = PagedCache.update, []
+
+    def watched(cache: PagedCache, *parts: Any) -> Any:
+        step = lpr.model.step_inputs.current_step()
+        assert step is not None
+        written.append([row for row in step.write_rows.tolist() if row < cache.num_rows - 1])
+        return update(cache, *parts)
+
+    engine = Engine.from_model(model, decode=DECODE)
+    monkeypatch.setattr(PagedCache, "update", watched)
+    captured(engine)
+    assert max(map(len, written)) > 16
+    assert all(len(rows) == len(set(rows)) for rows in written)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_the_same_text_on_several_ranks(
     model: PreTrainedModel, expected: dict[str, list[list[int]]], num_ranks: int

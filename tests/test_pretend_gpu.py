@@ -32,6 +32,8 @@ from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
 from lpr.dist.group import Download
 from lpr.model import loader
 from lpr.model.capture import CudaCapturer
+from lpr.model.fused import accelerate
+from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.packing import PackedLinear
 from lpr.model.paged_cache import PagedCache
 from lpr.model.sampling.choice import gpu_pick
@@ -235,11 +237,17 @@ def test_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
     assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
 
 
+@pytest.mark.parametrize("knows_layers", [True, False])
 def test_a_checkpoint(
-    gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
+    knows_layers: bool, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """As a program loads one: packed, and with the compiler, which refuses to work on this machine, given up."""
+    """As a program loads one: packed, its layers replaced.
+
+    A model of unknown layers goes to the compiler, which refuses to work on this machine and is given up.
+    """
+    if not knows_layers:
+        monkeypatch.setattr(accelerate, "layer_of", lambda _: None)
 
     def read_there(where: torch.device, read: Any, dtype: Any) -> Any:
         model, info = read(dtype=dtype)
@@ -256,8 +264,11 @@ def test_a_checkpoint(
     assert engine.model.attention == "triton" and engine.model.graph_reason is None
     assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
     assert any(isinstance(module, PackedLinear) for module in engine.model.model.modules())
-    assert engine.model.compiled is not None and engine.model.compiled.reason
-    assert caplog.text.count("steps are not compiled") == 1
+    replaced = [isinstance(vars(each).get("forward"), DecoderLayer) for each in engine.model.model.model.layers]
+    assert replaced == [knows_layers] * len(replaced)
+    compiled = engine.model.compiled
+    assert compiled is None if knows_layers else compiled is not None and bool(compiled.reason)
+    assert caplog.text.count("steps are not compiled") == (not knows_layers)
 
 
 def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:

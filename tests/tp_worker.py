@@ -28,7 +28,7 @@ from lpr.dist.runtime import World, join, leave
 from lpr.engine.exchange import DesyncError
 from lpr.model.capture import Capturer, Program
 from lpr.model.compiled import refusal
-from lpr.model.cpu.decoder_layer import DecoderLayer
+from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.kernels import hook
 from lpr.model.loader import load
 from lpr.model.packing import pack_projections

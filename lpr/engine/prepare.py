@@ -17,7 +17,7 @@ from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.engine.exchange import check_replica, common_heights, worst_of_replica
 from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.compiled import refusal
-from lpr.model.cpu.accelerate import accelerate
+from lpr.model.fused.accelerate import accelerate
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, head_digest, lack_of_memory, model_digest, tokenizer_digest
@@ -61,11 +61,13 @@ def prepare(
         if compiles:
             packed = pack_projections(loaded.model, partial(has_room_to_pack, model.device))
             logger.info("%d groups of projections are packed", packed)
-        like = _accelerated(model) if _is_accelerated(model, loaded, comm) else self_check(model)
+        accelerates = _accelerates(model, loaded, options, comm)
+        like, knows_layers = _accelerated(model, compiles) if accelerates else (self_check(model), False)
+        compiles = compiles and not knows_layers
         if loaded.head is not None and _wants_head(model, decode):
             if compiles:
                 raise InputError("compile='on' does not go with a prediction head: use --draft-heads off")
-            _use_head(model, loaded.head, like, _is_accelerated(model, loaded, comm))
+            _use_head(model, loaded.head, like, accelerates)
         model.sampler.check_part(model.adapter)
         longest_sequence(loaded, decode)
         if is_driver(comm):
@@ -104,22 +106,34 @@ def longest_sequence(loaded: Loaded, decode: DecodeConfig) -> int | None:
     return decode.max_length or most
 
 
-def _is_accelerated(model: TreeModel, loaded: Loaded, comm: Comm) -> bool:
-    """True for a whole model on a CPU that nobody else holds: its weights are laid out anew."""
-    return model.device.type == "cpu" and loaded.is_ours and comm.tp_mesh is None
+def _accelerates(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:
+    """True for a whole model that nobody else holds: its weights are laid out anew.
+
+    On a GPU exact mode replaces the modules' products, and a compiler that is asked for fuses what lies between them.
+    """
+    if not loaded.is_ours or comm.tp_mesh is not None:
+        return False
+    on_gpu = model.device.type == "cuda"
+    return model.device.type == "cpu" or (on_gpu and not options.exact and options.compile != "on")
 
 
-def _accelerated(model: TreeModel) -> KVCache:
-    """Accelerate the model and check it; what the check refuses is evaluated by transformers' own modules."""
+def _accelerated(model: TreeModel, compiles: bool) -> tuple[KVCache, bool]:
+    """Accelerate the model and check it; what the check refuses is evaluated by transformers' own modules.
+
+    Returns the check's cache, and True if whole layers are accelerated. If there are none and the model `compiles`, the
+    compiler gets the modules as they are.
+    """
     found = accelerate(model.model)
-    logger.info("on the CPU: %s", found.counts)
+    logger.info("on the %s: %s", model.device.type, found.counts)
+    if compiles and "layers" not in found.modules:
+        found.undo()
     try:
-        return self_check(model)
+        return self_check(model), "layers" in found.modules
     except InputError as refused:
         found.undo()
         like = self_check(model)
         logger.warning("the faster modules do not fit this model, using transformers' own: %s", refused)
-        return like
+        return like, False
 
 
 def _wants_head(model: TreeModel, decode: DecodeConfig) -> bool:

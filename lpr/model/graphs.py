@@ -254,24 +254,32 @@ class GraphForward(EagerForward):
 
         In exact mode each height is compared with a direct step.
         """
-        console, shapes = Console(stderr=True), self.common_shapes(num_candidates)
+        console, shapes, most = Console(stderr=True), self.common_shapes(num_candidates), self._own_pages()
         with Progress(console=console, disable=not (show and console.is_terminal), transient=True) as progress:
             for shape in progress.track(shapes, description="capturing CUDA graphs"):
                 if shape in self._graphs or self.reason is not None:
                     continue
-                row = Row.chain(shape.first_slot, 0, [entry % 7 for entry in range(shape.num_entries)], 0)
+                row = Row.chain(shape.first_slot, 0, [entry % 7 for entry in range(min(shape.num_entries, most))], 0)
                 self._place(shape, [row], Selection.build([]))
                 self._graph(shape)
         if self.adapter.heights is not None and self.adapter.reads_bits:
             self._compare_bits(shapes)
+
+    def _own_pages(self) -> int:
+        """Give the first slot pages of its own; the number of their rows.
+
+        Before the first sequence all of a slot's pages are page 0, and a GPU writes rows that meet there in any order.
+        """
+        page, room = self.cache.page_size, min(self.cache.num_pages * self.cache.page_size, self.cache.rows_per_slot)
+        self.cache.assign(0, range(room // page))
+        return room // page * page
 
     def _compare_bits(self, shapes: Sequence[StaticShape]) -> None:
         """Replay a tree of every height; unless its logits are the bits of a direct step, capture and replay no more.
 
         A library may choose another kernel within a capture, or by another workspace. Overwrites the first pages.
         """
-        page, room = self.cache.page_size, min(self.cache.num_pages * self.cache.page_size, self.cache.rows_per_slot)
-        self.cache.assign(0, range(room // page))
+        room = self._own_pages()
         tokens = [7 * entry % self.adapter.config.vocab_size for entry in range(COMMON_KV)]
         self.fill([Row.chain(0, 0, tokens[: room // 2], 0)])
         plain = dict(num_candidates=0, num_keys=0, filtered=False, is_wide=False, only_logits=True)

@@ -36,6 +36,7 @@ class Pack:
         """Each member's parameters become views of the whole, which is a copy unless they lie together."""
         self.sizes = [len(each.weight) for each in members]  # a rank's part of a split layer has fewer than it says
         self.weight = joined([each.weight.data for each in members])
+        self.dtype = self.weight.dtype
         has_bias = members[0].bias is not None
         self.bias: torch.Tensor | None = joined([each.bias.data for each in members]) if has_bias else None
         self._input: torch.Tensor | None = None

@@ -182,7 +182,7 @@ class StepInputs:
     made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     """By the id of a mask: the mask, so that no other tensor gets its id meanwhile, and what was made of it."""
     computed: int = -1
-    """Layers up to this one have been computed by the call of an earlier one (lpr.model.cpu.decoder_layer)."""
+    """Layers up to this one have been computed by the call of an earlier one (lpr.model.fused.decoder_layer)."""
     cache_storages: set[int] = field(default_factory=set)
     """Storages of the K/V that the cache handed out, by which attention knows that it got them unchanged."""
 

@@ -1,4 +1,1 @@
-"""A transformers model on a CPU: packed weights for its matrix products, C++ for what lies between them.
-
-`accelerate` replaces what it knows, module by module. All else stays as transformers has it.
-"""
+"""Matrix products on a CPU, whose weights are laid out once, and the memory that large tensors take there."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from lpr import native
-from lpr.model.cpu.decoder_layer import join_layers, layer_of
-from lpr.model.cpu.modules import mlp_of, norm_of
 from lpr.model.cpu.products import prepack
+from lpr.model.fused.decoder_layer import join_layers, layer_of
+from lpr.model.fused.elementwise import is_available
+from lpr.model.fused.modules import mlp_of, norm_of
+from lpr.model.packing import has_room_to_pack, pack_projections
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,15 @@ class Accelerated:
 
 
 def accelerate(model: nn.Module) -> Accelerated:
-    """Pack the weights of `model`, which must be on a CPU and have no other user, and replace what is known of it.
+    """Pack the weights of `model`, which must have no other user, and replace what is known of it.
 
-    Layers stay callable as before; their weights are copies from then on (`PrepackedLinear.weight`).
+    Layers stay callable as before; on a CPU their weights are copies from then on (`PrepackedLinear.weight`).
     """
-    result = Accelerated(prepack(model))
-    if native.rms_norm is None:
+    device = next(model.parameters()).device
+    on_gpu = device.type == "cuda"
+    num_packs = pack_projections(model, partial(has_room_to_pack, device)) if on_gpu else prepack(model)
+    result = Accelerated(num_packs)
+    if not is_available(device):
         return result
     for kind, find in (("layers", layer_of), ("mlps", mlp_of), ("norms", norm_of)):
         inside = {id(part) for layer in result.modules.get("layers", ()) for part in layer.modules()}

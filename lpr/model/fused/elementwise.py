@@ -1,12 +1,16 @@
-"""The parts of a decoder layer between its matrix products, in C++ (native/elementwise.h).
+"""The parts of a decoder layer between its matrix products: in C++ (native/elementwise.h), on a GPU Triton kernels.
 
-Tensors are float32 or bfloat16 with their last dimension contiguous; the callers see to it (lpr.model.cpu.modules).
-In bfloat16 the results round where the modules of transformers round.
+Tensors are of DTYPES with their last dimension contiguous; the callers see to it (lpr.model.fused.modules). In half
+precision the results round where the modules of transformers round.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +18,8 @@ from torch import Tensor
 from lpr import native
 from lpr.model.threads import team_size
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
+"""By the type of device."""
 _ALONE = 1 << 16
 """Values up to which a part runs on the calling thread."""
 
@@ -37,8 +42,26 @@ class Activation(IntEnum):
     GELU_TANH = 1
 
 
+def is_available(device: torch.device) -> bool:
+    """True if the functions below work on `device`."""
+    return native.rms_norm is not None if device.type == "cpu" else device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def _kernels() -> Any:
+    return import_module("lpr.model.kernels.elementwise_kernel")
+
+
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, weighing: int, added: Tensor | None = None) -> Tensor:
     """The norm of `states` [..., D], contiguous; with `added`, `states` becomes the sum of both first, in place."""
+    if states.is_cuda:
+        found: Tensor = _kernels().rms_norm(states, weight, epsilon, weighing, added)
+        return found
     out = torch.empty_like(states)
     width = weight.shape[0]
     count = states.numel() // width
@@ -52,6 +75,9 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float, weighing: int, adde
 
 def norm_heads(states: Tensor, weight: Tensor, epsilon: float, weighing: int, first: int, heads: int) -> None:
     """Norm `heads` heads of `states` [N, ...], contiguous, from value `first` of a row on, in place."""
+    if states.is_cuda:
+        _kernels().norm_heads(states, weight, epsilon, weighing, first, heads)
+        return
     width, stride = weight.shape[0], states.shape[-1]
     count = states.numel() // stride
     start = states.data_ptr() + first * states.element_size()
@@ -67,6 +93,9 @@ def rotate(states: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> None:
 
     `cosines` and `sines` [..., D] are contiguous and have as many rows.
     """
+    if states.is_cuda:
+        _kernels().rotate(states, cosines, sines, heads)
+        return
     width, stride = cosines.shape[-1], states.shape[-1]
     count = states.numel() // stride
     assert native.rotate is not None
@@ -78,6 +107,9 @@ def rotate(states: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> None:
 
 def gate(states: Tensor, activation: int) -> Tensor:
     """activation(states[..., :D]) * states[..., D:] of `states` [..., 2 * D], contiguous: [..., D]."""
+    if states.is_cuda:
+        found: Tensor = _kernels().gate(states, activation)
+        return found
     width = states.shape[-1] // 2
     out = states.new_empty(*states.shape[:-1], width)
     assert native.gate is not None

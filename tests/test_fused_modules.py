@@ -18,12 +18,12 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.model import loader
-from lpr.model.cpu import decoder_layer, elementwise, modules
-from lpr.model.cpu.accelerate import accelerate
-from lpr.model.cpu.decoder_layer import DecoderLayer
 from lpr.model.cpu.products import Prepacked, PrepackedLinear, can_pack
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.exact import check
+from lpr.model.fused import decoder_layer, elementwise, modules
+from lpr.model.fused.accelerate import accelerate
+from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check

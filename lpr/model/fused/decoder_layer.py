@@ -1,7 +1,7 @@
-"""Decoder layers of Llama's structure in C++: all in one call, or where one has parts of its own, product by product.
+"""Decoder layers of Llama's structure, product by product; on a CPU all in one call, if they are of known parts alone.
 
-A step reads all weights, so the interpreter's own memory is cold at each layer: 30 calls in place of one are a sixth of
-a step of one token.
+On a GPU a layer is 13 launches instead of 42. On a CPU a step reads all weights, so that the interpreter's own memory
+is cold at each layer: 30 calls in place of one are a sixth of a step of one token.
 
 Covers the classes of transformers whose source is one of the forms below, whatever their names: Llama, SmolLM, Mistral,
 Qwen 2 and 3, Granite, Gemma and others, and with their own experts Mixtral and Qwen 3 MoE.
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lpr import native
-from lpr.model.cpu.elementwise import norm_heads, rotate
-from lpr.model.cpu.modules import GatedMlp, Norm, OwnForward, in_step, mlp_of, norm_of, pack_of
-from lpr.model.cpu.products import Prepacked
-from lpr.model.cpu.source import fingerprint
 from lpr.model.cpu.tiles import Tiles
+from lpr.model.fused.elementwise import norm_heads, rotate
+from lpr.model.fused.modules import GatedMlp, Norm, OwnForward, in_step, mlp_of, norm_of, pack_of
+from lpr.model.fused.source import fingerprint
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS
 from lpr.model.kernels.native_attention import LayerRule
 from lpr.model.kv_cache import cache_argument
+from lpr.model.packing import Pack
 from lpr.model.step_inputs import StepInputs, current_step
 from lpr.model.threads import team_size
 
@@ -67,8 +67,8 @@ class DecoderLayer:
     """Before attention and before the MLP."""
     head_norms: tuple[Norm, Norm] | None
     """Of each head of the queries and of the keys."""
-    qkv: Prepacked
-    out: Prepacked
+    qkv: Pack
+    out: Pack
     multiplier: float
     """Of what attention and MLP add to the residual."""
     whole: Any = field(init=False)
@@ -235,8 +235,8 @@ def _whole(layer: DecoderLayer) -> Any:
         return None
     dim, addresses = attention.head_dim, []
     for pack in (layer.qkv, layer.out, mlp.gate_up, mlp.down):
-        if isinstance(pack.packed, Tiles):
-            addresses.append(pack.packed.address(pack.bias))
+        if isinstance(packed := getattr(pack, "packed", None), Tiles):
+            addresses.append(packed.address(pack.bias))
     if len(addresses) < 4 or keys != values or queries % dim or keys % dim:
         return None
     all_norms = *layer.norms, *(layer.head_norms or ())

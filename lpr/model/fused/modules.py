@@ -1,4 +1,4 @@
-"""RMS norms and gated MLPs of transformers in C++, recognised by their source, whatever their class is called.
+"""RMS norms and gated MLPs of transformers, recognised by their source, whatever their class is called.
 
 Each replacement computes inside a step alone; outside it the module's own forward does, which the self-check compares.
 """
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpr.model.cpu.elementwise import DTYPES, Activation, Weighing, gate, rms_norm
-from lpr.model.cpu.products import Prepacked, PrepackedLinear
-from lpr.model.cpu.source import fingerprint
+from lpr.model.cpu.products import PrepackedLinear
+from lpr.model.fused.elementwise import DTYPES, Activation, Weighing, gate, rms_norm
+from lpr.model.fused.source import fingerprint
+from lpr.model.packing import Pack, PackedLinear, fit
 from lpr.model.step_inputs import current_step
 
 _NORMS = {
@@ -79,8 +80,10 @@ class Norm:
 def norm_of(module: Any) -> Norm | None:
     """What computes the norm `module`; None if it is not a known one."""
     weighing = _NORMS.get(fingerprint(type(module).forward)) if isinstance(module, nn.Module) else None
-    weight, dtype = getattr(module, "weight", None), getattr(getattr(module, "weight", None), "dtype", None)
-    if weighing is None or weight is None or dtype not in DTYPES or weight.dim() != 1 or not weight.is_contiguous():
+    weight: Any = getattr(module, "weight", None)
+    if weighing is None or weight is None or weight.dim() != 1 or not weight.is_contiguous():
+        return None
+    if weight.dtype not in DTYPES.get(weight.device.type, ()):
         return None
     if weighing is Weighing.ONE_PLUS and fingerprint(type(module)._norm) != _GEMMA_NORM:
         return None
@@ -93,8 +96,8 @@ class GatedMlp:
     """The forward of an MLP: down(activation(gate(x)) * up(x))."""
 
     plain: OwnForward
-    gate_up: Prepacked
-    down: Prepacked
+    gate_up: Pack
+    down: Pack
     activation: int
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -118,10 +121,12 @@ def mlp_of(module: Any) -> GatedMlp | None:
     return GatedMlp(OwnForward(module), gate_up, down, int(activation))
 
 
-def pack_of(*members: Any) -> Prepacked | None:
+def pack_of(*members: Any) -> Pack | None:
     """The pack that has these layers and no others, in this order; None if there is none."""
-    if not all(isinstance(each, PrepackedLinear) for each in members):
+    if len(members) == 1 and fit(members) and members[0].weight.is_cuda:
+        return Pack(members)
+    if not all(isinstance(each, (PackedLinear, PrepackedLinear)) for each in members):
         return None
-    pack: Prepacked = members[0].pack
+    pack: Pack = members[0].pack
     is_whole = len(pack.sizes) == len(members) and all(each.pack is pack for each in members)
     return pack if is_whole and [each.place for each in members] == list(range(len(members))) else None
