@@ -25,8 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.common import ModelOptions, run_main
 from benchmarks.engines import load_model
-from lpr.model.fused.accelerate import accelerate
 from lpr.model.cpu.products import Prepacked, PrepackedLinear, can_pack
+from lpr.model.fused.accelerate import accelerate
 from lpr.model.kernels.native_attention import LayerRule, attend_pages
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel

@@ -108,8 +108,8 @@ def exact_tree_attention(
         for entry in range(query.shape[2] - int(mask.num_entries[row]), query.shape[2]):
             rows = visible[row, entry].nonzero()[:, 0]  # ascending, which is the order of positions along a path
             last = len(rows) - 1
-            place = torch.arange(len(rows))
-            seen = torch.ones(len(rows), dtype=torch.bool)
+            place = torch.arange(len(rows), device=rows.device)
+            seen = torch.ones_like(rows, dtype=torch.bool)
             seen &= place > last - window if window is not None else True
             seen &= place // chunk == last // chunk if chunk is not None else True
             asked = query[row, :, entry].float().view(num_kv_heads, group, 1, dim)

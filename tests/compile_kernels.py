@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.kernels.attention_kernel import choose_tiles
+from lpr.model.kernels.elementwise_code import gate_rows, normalise, rotate_heads
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.kernels.likely_code import choose_likeliest, list_likeliest
 from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
@@ -64,6 +65,7 @@ def signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tup
         "keys_at": "*i64", "key_of_at": "*i64", "temperature_at": "*fp32", "top_k_at": "*i64", "top_p_at": "*fp32",
         "min_p_at": "*fp32", "chosen_at": "*i64", "path_at": "*i32", "shared_at": "*i32", "part_acc_at": "*fp32",
         "part_top_at": "*fp32", "part_total_at": "*fp32", "scale": "fp32", "softcap": "fp32", "scores_at": "*fp32",
+        "epsilon": "fp32",
         "tokens_at": "*i32", "totals_at": "*fp32", "kept_at": "*fp32", "top_at": "*fp32", "before_at": "*fp64",
         "whole_at": "*fp64",
         "slots_at": "*i32", "trunk_at": "*i32", "first_at": "*i32", "last_at": "*i32", "parents_at": "*i32",
@@ -105,6 +107,7 @@ def main() -> None:
         constants = {
             "NUM_KV_HEADS": 8, "GROUP": 8, "D": dim, "DV": dim, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
             "BLOCK_D": dim, "BLOCK_DV": dim, "NUM_SPLITS": tiles.num_splits, "UPCAST": False,
+            "IS_SPLIT": tiles.num_splits > 1,
             **{name: name in rules for name in EVERYTHING},
         }  # fmt: skip
         about = {"arch": arch, "dtype": str(dtype), "dim": dim, "num_rows": num_rows, **asdict(tiles)}
@@ -115,7 +118,7 @@ def main() -> None:
     for arch, dtype, dim, rules in EXACT_VARIANTS:
         constants = {
             "NUM_KV_HEADS": 8, "GROUP": 7, "D": dim, "DV": dim, "TOKENS": 2, "BLOCK_M": 16, "BLOCK_N": 64,
-            "BLOCK_D": dim, "BLOCK_DV": dim, "SPLIT": 8, "NUM_SPLITS": 4, "UPCAST": False,
+            "BLOCK_D": dim, "BLOCK_DV": dim, "SPLIT": 8, "UPCAST": False,
             **{name: name in rules for name in EVERYTHING},
         }  # fmt: skip
         about = {"arch": arch, "dtype": str(dtype), "dim": dim}
@@ -136,8 +139,17 @@ def main() -> None:
     constants = {"COUNT": 8, "BLOCKS": 64, "BLOCK": 512}
     made = build(choose_likeliest, 90, torch.float32, constants, {**LIKELY, "tokens_at": "*i64"}, num_warps=4)
     compiled.append({"kernel": "choose_likeliest", **made})
-    compiled += scans()
+    compiled += elementwise() + scans()
     print(json.dumps(compiled))
+
+
+def elementwise() -> list[dict[str, Any]]:
+    """What lies between the matrix products of a 7B model's layer."""
+    constants = {"WIDTH": 4096, "WEIGHING": 0, "HAS_ADDED": True, "HALF": 64, "HEADS": 8, "ACTIVATION": 0}
+    return [
+        {"kernel": kernel.__name__, **build(kernel, 90, torch.bfloat16, {**constants, "BLOCK": block}, num_warps=4)}
+        for kernel, block in ((normalise, 4096), (rotate_heads, 64), (gate_rows, 1024))
+    ]
 
 
 def scans() -> list[dict[str, Any]]:

@@ -130,7 +130,9 @@ def test_a_pack_notices_another_input() -> None:
 # The compiler.
 
 
-def specification(query: Any, key: Any, value: Any, mask: TreeMask, pages: Any, rules: attention_kernel.Rules) -> Any:
+def specification(
+    query: Any, key: Any, value: Any, mask: TreeMask, pages: Any, rules: attention_kernel.Rules, tiles: Any = None
+) -> Any:
     """Stands for the launch of the kernel, which the interpreter takes long for."""
     return (
         attention_reference.tree_attention(query, key, value, mask, pages, **rules._asdict())

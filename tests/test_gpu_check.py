@@ -30,15 +30,15 @@ from lpr.model import loader
 __all__ = ["gpu", "guard"]
 ROOT = Path(__file__).parent.parent
 SECTIONS = [
-    "environment", "bandwidth", "build:tiny", "t(n):tiny", "end_to_end:tiny", "profile:tiny", "transformers:tiny",
+    "environment", "bandwidth", "build:tiny", "transformers:tiny", "t(n):tiny", "end_to_end:tiny", "profile:tiny",
     "kernels", "correctness", "exact", "sampling", "end_to_end", "host_share", "ranks:2", "killed:2", "hybrid",
 ]  # fmt: skip
 
 
 ON_ONE_GPU = [
-    "environment", "bandwidth", "build:tiny", "t(n):tiny", "default:tiny", "end_to_end:tiny", "profile:tiny",
-    "transformers:tiny", "kernels", "correctness", "sampling", "end_to_end", "host_share",
-    "attention", "compiled:transformers",
+    "environment", "bandwidth", "build:tiny", "transformers:tiny", "default:tiny", "t(n):tiny", "end_to_end:tiny",
+    "profile:tiny", "kernels", "correctness", "sampling", "end_to_end", "host_share", "attention", "compiled:lpr",
+    "compiled:transformers",
 ]  # fmt: skip
 
 
@@ -141,7 +141,8 @@ def test_the_plan_fits_eight_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     num_gpus = 8
     report = Report(tmp_path / "out.json", 8.0, (), gpu_check.BUDGETS)
     gpu_check.check(report, gpu_parts.Sizes.real(torch.device("cuda")))
-    assert began[:5] == ["environment", "bandwidth", "build:codellama-7b", "t(n):codellama-7b", "default:codellama-7b"]
+    assert began[:2] == ["environment", "bandwidth"]
+    assert began[2:6] == [f"{name}:codellama-7b" for name in ("build", "transformers", "default", "t(n)")]
     assert {"sampling", "exact", "ranks:2", "ranks:8", "ranks:tp 2", "ranks:tp 8", "attention"} < set(began)
     first, last = began.index("ranks:8"), began.index("ranks:tp 2")
     assert began[first : last + 1] == [
@@ -285,7 +286,7 @@ def test_a_bare_machine_is_made_ready(tmp_path: Path, monkeypatch: pytest.Monkey
     assert bare.main(collects=False) == 0
     install = ("-m", "pip", "install", "-q", "--no-index", "--find-links", str(tmp_path))
     assert ran[:2] == [(*install, "msgspec"), (*install, "tyro")]
-    assert ran[3] == ("setup.py", "build_ext", "--inplace") and ran[4] == ("-c", "import benchmarks.gpu_check")
+    assert ran[3] == bare.BUILD and ran[4] == ("-c", "import benchmarks.gpu_check")
     assert capsys.readouterr().out.splitlines() == ["msgspec: installed", "tyro: installed", "extension: built"]
     ran.clear()
     assert bare.main(collects=True) == 0

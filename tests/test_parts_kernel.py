@@ -70,9 +70,10 @@ def test_candidates_and_half_precision(params: SamplingParams) -> None:
     logits = peaked(torch.Generator().manual_seed(9), 4, 3000)
     logits[3:] *= 0.2
     selection = Selection.build([(SamplingParams(), [4]), (params, range(3))])
-    chosen, tokens, scores = together(logits.bfloat16(), selection, (0, 1024, 2048, 3000), 8)
-    assert chosen.tolist() == specification.pick(logits.bfloat16(), selection).tolist()
-    whole, whole_scores = choice.candidates(logits.bfloat16(), 8)
+    logits, selection = logits.bfloat16().to(DEVICE), selection.to(DEVICE)
+    chosen, tokens, scores = together(logits, selection, (0, 1024, 2048, 3000), 8)
+    assert chosen.tolist() == specification.pick(logits, selection).tolist()
+    whole, whole_scores = choice.candidates(logits, 8)
     for row in (0, 1, 2):  # the others have ties in bfloat16
         assert sorted(tokens[row].tolist()) == sorted(whole[row].tolist())
     assert (scores.int() - whole_scores.int()).abs().max() <= 1, "sums of parts are rounded"
@@ -112,7 +113,8 @@ def test_totals_are_those_of_the_one_kernel() -> None:
         sampling_kernel.choose(logits[:, first : first + 450].to(DEVICE), selection.from_token(first))[1]
         for first in (0, 450)
     ]
-    assert torch.equal(torch.maximum(*halves).nan_to_num(), sampling_kernel.choose(logits, selection)[1].nan_to_num())
+    whole = sampling_kernel.choose(logits.to(DEVICE), selection)[1]
+    assert torch.equal(torch.maximum(*halves).nan_to_num(), whole.nan_to_num())
 
 
 @dataclass

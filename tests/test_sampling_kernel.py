@@ -152,8 +152,9 @@ def test_the_likeliest_tokens_of_a_large_vocabulary_need_no_copy_of_it() -> None
     """Float32 copies of 8 x 192 rows of 128k would take 800 MB each."""
     wide = torch.zeros(2, 130000, dtype=torch.bfloat16)
     logits = wide[:, :128256].copy_(peaked(torch.Generator().manual_seed(6), 2, 128256))
+    there = wide.to(DEVICE)[:, :128256]
     with Largest() as largest:
-        best, tokens, totals = sampling_kernel.likeliest(logits.to(DEVICE), 8)
+        best, tokens, totals = sampling_kernel.likeliest(there, 8)
     assert largest.size <= wide.nbytes // 32
     assert torch.equal(best.cpu(), logits.float().topk(8).values)
     assert torch.equal(logits.float().gather(1, tokens.cpu()), best.cpu())

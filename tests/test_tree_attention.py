@@ -209,7 +209,8 @@ def test_trees_of_several_words_in_a_ragged_batch(dtype: torch.dtype, rules: str
     random = np.random.default_rng(5)
     parents = [random_parents(random, 100), list(range(-1, 69)), []]
     case = make_case(parents, [130, 0, 40], heads=(2, 1), dims=(32, 16), dtype=dtype, padding=2)
-    tiles = Tiles(128, 64, num_splits, num_warps=4, num_stages=1)
+    # Of 128 rows as `choose_tiles` has them: with 4 warps and 1 stage Triton 3.6 made wrong code for an H200.
+    tiles = Tiles(128, 64, num_splits, num_warps=8, num_stages=1 if dtype == torch.float32 else 2)
     check_against_reference(attention_kernel.tree_attention, case, tiles=tiles, **RULES[rules])
 
 

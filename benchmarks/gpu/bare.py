@@ -9,6 +9,7 @@ Imports nothing but the standard library. It says in one line each what it did, 
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ NEEDED = ("torch", "triton", "transformers", "accelerate", "numpy", "msgspec", "
 WITHOUT_TORCH = ("transformers", "numpy", "msgspec", "rich", "tyro", "llguidance", "psutil", "setuptools", "wheel")
 """Packages that bring what they need; accelerate, the other one, would bring torch."""
 MOST_SECONDS = 600.0
+BUILD = ("setup.py", "build_ext", "--inplace", "--parallel", str(os.cpu_count() or 1))
 
 
 def run(*words: str) -> bool:
@@ -40,9 +42,7 @@ def main(collects: bool) -> int:
             where = ["--no-index", "--find-links", str(WHEELS)] if WHEELS.is_dir() else []
             print(f"{name}: {'installed' if run('-m', 'pip', 'install', '-q', *where, name) else 'missing'}")
     if not run("-c", "import lpr.native as it; assert it.is_native"):
-        print(
-            f"extension: {'built' if run('setup.py', 'build_ext', '--inplace') else 'missing: its Python form is slow'}"
-        )
+        print(f"extension: {'built' if run(*BUILD) else 'missing: its Python form is slow'}")
     return 0 if run("-c", "import benchmarks.gpu_check") else 1
 
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.engines import switch
 from benchmarks.gpu.parts import Sizes, generate, measured, median_ms, rate, wait
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.model.capture import CudaCapturer
+from lpr.model.capture import CudaCapturer, Program
+from lpr.model.fused.accelerate import accelerate
 from lpr.model.inputs import Row
 from lpr.model.kv_cache import KVCache
 from lpr.model.packing import pack_projections
@@ -230,41 +231,68 @@ def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> to
     return runner.sampler.results(logits, selection, 8, fixed_shapes=True)
 
 
-def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
-    """Steps of a tree and of one token as a program that loads a model has them: packed, captured and compiled.
+def default_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
+    """Steps of a tree and of one token by transformers' modules, and as a program that loads a model has them.
 
-    Also as they are without; each is noted at once.
+    Each is timed as a graph and without one; the model keeps the faster modules. `difference` is the largest of logits
+    over their range.
     """
-    plain, fused = TreeModel(model, graphs=False), dict[str, Any]()
-    on_gpu = sizes.device.type == "cuda"
-    plain.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(plain))
-    assert plain.cache is not None
-    capturer = CudaCapturer(sizes.device) if on_gpu else None
+    result: dict[str, Any] = {}
+    runner = _allocated(model, sizes)
+    counts, logits = (max(2, sizes.few_nodes[-2]), 1), dict[int, torch.Tensor]()
+    for form in ("plain", "fused"):
+        if form == "fused":
+            result["replaced"] = accelerate(model).counts
+            result["self_check"] = checks(model)
+        for count in counts:
+            times = result.setdefault(f"{count} nodes", {})
+            program = _static_program(runner, count, sizes)
+            times[f"{form}_eager_ms"] = round(median_ms(program, sizes.device), 4)
+            times[f"{form}_ms"] = round(median_ms(_captured(program, sizes), sizes.device), 4)
+            rows, _ = tree_step(sizes.lengths[0], count, runner.vocab_size)
+            assert runner.cache is not None
+            found = runner.adapter.logits(rows, runner.cache).float()
+            before = logits.setdefault(count, found)
+            times["difference"] = round(((found - before).abs().max() / (before.max() - before.min())).item(), 5)
+            measured(result)
+    return result
+
+
+def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
+    """The same steps compiled by torch, whose first form takes minutes."""
+    runner, times = _allocated(model, sizes), dict[str, Any]()
+    pack_projections(model)
+    runner.compile()
     for count in (max(2, sizes.few_nodes[-2]), 1):
-        step = tree_step(sizes.lengths[0], count, plain.vocab_size)
-        shape = static_shape(
-            *step, 8, 1, plain.cache.rows_per_slot, NODE_BUCKETS[-1], tree_bits=plain.adapter.reads_bits
-        )
-        assert shape is not None
-        words = words_of(plain, shape, *step).to(sizes.device)
-        times = fused[f"{shape.num_entries} entries"] = {}
-        for compiled in (False, True):
-            torch._dynamo.reset()
-            model._compiled_call_impl = None
-            if compiled:
-                pack_projections(model)
-                plain.compile()
-            began = time.perf_counter()
-            with torch.no_grad():
-                program = partial(run_static, plain, shape, words)
-                run = capturer.capture(program) if capturer is not None else program
-                name = "compiled" if compiled else "plain"
-                run()
-                times[f"{name}_first_s"] = round(time.perf_counter() - began, 2)
-                times[f"{name}_ms"] = round(median_ms(run, sizes.device), 4)
-                measured(fused)
-    fused["cost"] = plain.compiled.describe() if plain.compiled is not None else None
-    return fused
+        began = time.perf_counter()
+        program = _static_program(runner, count, sizes)  # it holds what the graph reads
+        run = _captured(program, sizes)
+        times[f"{count} nodes"] = {"first_s": round(time.perf_counter() - began, 2)}
+        times[f"{count} nodes"]["ms"] = round(median_ms(run, sizes.device), 4)
+        times["cost"] = runner.compiled.describe() if runner.compiled is not None else None
+        measured(times)
+    return times
+
+
+def _allocated(model: PreTrainedModel, sizes: Sizes) -> TreeModel:
+    runner = TreeModel(model, graphs=False)
+    runner.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(runner))
+    return runner
+
+
+def _static_program(runner: TreeModel, count: int, sizes: Sizes) -> Program:
+    """The program of a graph for a step of `count` nodes over the shortest length."""
+    assert runner.cache is not None
+    step = tree_step(sizes.lengths[0], count, runner.vocab_size)
+    shape = static_shape(*step, 8, 1, runner.cache.rows_per_slot, NODE_BUCKETS[-1], tree_bits=runner.adapter.reads_bits)
+    assert shape is not None
+    words = words_of(runner, shape, *step).to(sizes.device)
+    return torch.no_grad()(partial(run_static, runner, shape, words))
+
+
+def _captured(program: Program, sizes: Sizes) -> Program:
+    """The program as a graph, where there are graphs."""
+    return CudaCapturer(sizes.device).capture(program) if sizes.device.type == "cuda" else program
 
 
 HYBRID = dict(

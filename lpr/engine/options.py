@@ -28,8 +28,8 @@ class EngineOptions:
     graphs: bool = True
     """Replay the steps of a GPU as CUDA graphs."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Let torch.compile fuse the operators of these steps: a fourth of the kernels; the first start with a model takes
-    minutes longer. auto: on, for a whole model that lpr loads itself."""
+    """Let torch.compile fuse the operators of these steps; the first start with a model takes minutes longer. auto: on,
+    for a model that lpr loads itself and whose layers it has no kernels for."""
     tp_backend: Literal["transformers", "deepspeed"] = "transformers"
     """The library that splits the model: transformers by its own plan, or deepspeed, which needs none."""
     costs: Path | StepTimes | None = None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lpr.model.kernels import jit
+
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1.0e30)  # a running maximum below every score; -inf would make NaN of a row without a key
 
@@ -62,15 +64,18 @@ def _rows_of(table_at, column, held, PAGE: tl.constexpr):
     return page * PAGE + column % PAGE
 
 
-@triton.jit
+@jit(
+    ("num_tokens", "num_words", "num_q_blocks", "num_splits", "table_b"),
+    ("table_at", "bits_at", "cached_at", "entries_at", "positions_at"),
+)
 def attend(
     query_at, key_at, value_at, table_at, bits_at, cached_at, entries_at, positions_at, sinks_at, out_at,
     part_acc_at, part_top_at, part_total_at,
-    scale, softcap, window, chunk, num_tokens, num_words, num_q_blocks,
+    scale, softcap, window, chunk, num_tokens, num_words, num_q_blocks, num_splits,
     query_b, query_h, query_t, key_b, key_h, key_n, value_b, value_h, value_n, table_b,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    IS_SPLIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """The share `split` of the keys for one block of query rows of one K/V head."""
@@ -110,7 +115,7 @@ def attend(
     num_committed = tl.cdiv(num_cached, BLOCK_N)
     first = tl.minimum(tl.min(tl.where(real, lowest, 2147483647)) // BLOCK_N, num_committed)
     num_blocks = tl.where(num_seen > 0, num_committed + tl.cdiv(num_seen, BLOCK_N), first)
-    share = tl.cdiv(num_blocks - first, NUM_SPLITS)
+    share = tl.cdiv(num_blocks - first, num_splits)
     begin = first + split * share
     end = tl.minimum(begin + share, num_blocks)
 
@@ -150,7 +155,7 @@ def attend(
         )  # fmt: skip
 
     in_range = token < num_tokens
-    if NUM_SPLITS == 1:
+    if not IS_SPLIT:
         if HAS_SINKS:
             sink = tl.load(sinks_at + q_head).to(tl.float32) * LOG2E
             highest = tl.maximum(top, sink)
@@ -164,14 +169,14 @@ def attend(
             mask=in_range[:, None] & (dims_v < DV)[None, :],
         )
     else:
-        part = ((batch * NUM_KV_HEADS + head) * (num_tokens * GROUP) + rows) * NUM_SPLITS + split
+        part = ((batch * NUM_KV_HEADS + head) * (num_tokens * GROUP) + rows) * num_splits + split
         tl.store(part_top_at + part, top, mask=in_range)
         tl.store(part_total_at + part, total, mask=in_range)
         seen = in_range & (total > 0)  # `combine` does not read the others
         tl.store(part_acc_at + part[:, None] * DV + dims_v[None, :], acc, mask=seen[:, None] & (dims_v < DV)[None, :])
 
 
-@triton.jit
+@jit(("num_tokens",))
 def combine(
     part_acc_at, part_top_at, part_total_at, sinks_at, out_at, num_tokens,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,

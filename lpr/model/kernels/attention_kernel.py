@@ -2,7 +2,7 @@
 
 One program takes a block of query rows (entries x heads of one GQA group) and a share of the keys: first blocks of
 committed tokens, which need no mask but a bound, then blocks of the tree, where 64 keys are one word of bits per row.
-Few rows and long contexts would leave most of a GPU idle, so the keys are divided among NUM_SPLITS programs, and a
+Few rows and long contexts would leave most of a GPU idle, so the keys are divided among some programs, and a
 second kernel combines their partial softmaxes (split-KV, "Flash-Decoding", Dao et al. 2023; the running softmax is
 Milakov and Gimelshein 2018, arXiv 1805.02867). All lengths are read on the device: a launch depends on shapes only.
 """
@@ -146,7 +146,7 @@ def tree_attention(
     of a cache. Raises InputError for head dimensions above 256 and other dtypes than float32, bfloat16 and float16.
     """
     pages = pages or Pages.none(key, mask)
-    if tiles is not None:
+    if tiles is not None or not torch.compiler.is_compiling():  # only a compiler needs an operator
         return _launch(query, key, value, mask, pages, Rules(**rules), tiles).transpose(1, 2)
     parts = mask.bits, mask.num_cached, mask.num_entries, mask.positions
     return _operator(query, key, value, *parts, pages.table, pages.size, *Rules(**rules)).transpose(1, 2)
@@ -210,10 +210,10 @@ def _launch(
         attend[(num_q_blocks * splits, num_kv_heads, batch)](
             query, key, value, pages.table, mask.bits.contiguous(), mask.num_cached, mask.num_entries,
             mask.positions.contiguous(), sinks, out, *parts, *rules.numbers(dim),
-            num_tokens, mask.bits.shape[2], num_q_blocks,
+            num_tokens, mask.bits.shape[2], num_q_blocks, splits,
             *query.stride()[:3], *pages.strides(key), *pages.strides(value), pages.table.stride(0),
             NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, NUM_SPLITS=splits,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, IS_SPLIT=splits > 1,
             **rules.flags(), HAS_SINKS=rules.sinks is not None, UPCAST=interpreted() and query.dtype == torch.bfloat16,
             PAGE=pages.size, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip

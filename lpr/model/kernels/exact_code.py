@@ -6,21 +6,24 @@ first those that all entries of a tile share, then each token's own, of which on
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from lpr.model.kernels import jit
 from lpr.model.kernels.attention_code import LOG2E, NOTHING, _absorb, _rows_of
 
 
-@triton.jit
+@jit(
+    ("num_tokens", "num_tiles", "num_splits", "table_b"),
+    ("table_at", "path_at", "shared_at", "cached_at", "entries_at", "positions_at"),
+)
 def attend_exactly(
     query_at, key_at, value_at, table_at, path_at, shared_at, cached_at, entries_at, positions_at,
     part_acc_at, part_top_at, part_total_at,
-    scale, softcap, window, chunk, num_tokens, num_tiles,
+    scale, softcap, window, chunk, num_tokens, num_tiles, num_splits,
     query_b, query_h, query_t, key_b, key_h, key_n, value_b, value_h, value_n, table_b,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLIT: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, UPCAST: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -90,13 +93,13 @@ def attend_exactly(
         top = tl.where(mine, new_top, top)
         total = tl.where(mine, new_total, total)
 
-    part = ((batch * NUM_KV_HEADS + head) * (num_tokens * GROUP) + token * GROUP + rows % GROUP) * NUM_SPLITS + split
+    part = ((batch * NUM_KV_HEADS + head) * (num_tokens * GROUP) + token * GROUP + rows % GROUP) * num_splits + split
     tl.store(part_top_at + part, top, mask=in_range)
     tl.store(part_total_at + part, total, mask=in_range)
     tl.store(part_acc_at + part[:, None] * DV + dims_v[None, :], acc, mask=in_range[:, None] & (dims_v < DV)[None, :])
 
 
-@triton.jit
+@jit(("num_tokens", "num_splits"))
 def add_splits(
     part_acc_at, part_top_at, part_total_at, sinks_at, out_at, num_tokens, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,

@@ -49,11 +49,11 @@ def tree_attention(
     with device_of(query):
         attend_exactly[(num_tiles * num_splits, num_kv_heads, batch)](
             query, key, value, pages.table, paths.entries, paths.num_shared, mask.num_cached, mask.num_entries,
-            mask.positions.contiguous(), *parts, *rules.numbers(dim), num_tokens, num_tiles,
+            mask.positions.contiguous(), *parts, *rules.numbers(dim), num_tokens, num_tiles, num_splits,
             *query.stride()[:3], *pages.strides(key), *pages.strides(value), pages.table.stride(0),
             NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, TOKENS=tokens,
             BLOCK_M=max(LEAST_ROWS, triton.next_power_of_2(group)), BLOCK_N=BLOCK,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, SPLIT=SPLIT, NUM_SPLITS=num_splits,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, SPLIT=SPLIT,
             **rules.flags(), UPCAST=interpreted() and query.dtype == torch.bfloat16, PAGE=pages.size,
             num_warps=4, num_stages=1,
         )  # fmt: skip

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lpr.model.kernels import jit
+
 LEAST = tl.constexpr(-2147483648)  # below every score, as `_ordered` has them
 LAST_TOKEN = tl.constexpr(2147483647)
 
@@ -154,7 +156,7 @@ def _weights_before(row_at, temperature, top, kept, end, end_token, vocabulary, 
     return before, whole
 
 
-@triton.jit
+@jit(addresses=("keys_at", "key_of_at", "temperature_at", "top_k_at", "top_p_at", "min_p_at"))
 def choose_rows(
     logits_at, keys_at, key_of_at, temperature_at, top_k_at, top_p_at, min_p_at, chosen_at, totals_at,
     vocabulary, row_stride, first_token, NOT_A_NUMBER: tl.constexpr, LIMITED: tl.constexpr, DIGITS: tl.constexpr,
