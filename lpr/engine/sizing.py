@@ -47,6 +47,11 @@ LONGEST = 0.5
 """Seconds of the first round, per cached length, after which no larger tree is tried."""
 STEEPEST = 8.0
 """No larger tree is tried after one that takes this many times as long as a single token."""
+FEWEST, MOST_ROUNDS, LONGER = 3, 24, 0.15
+"""The smallest numbers of tokens, and how often and for how many further seconds each batch size times them.
+
+Whether a first node pays is a matter of a few percent. An engine that takes it for free drafts in every step, and does
+not see again what a step without nodes takes."""
 AGREE = 1.25
 """The two shortest times of a number of nodes agree if they differ by no more than this factor."""
 PATIENCE = 1.5
@@ -279,6 +284,13 @@ def _measure(
         number += 1
         agree = number > 1 and all(_agree(times[count]) for kv, times in shortest.items() for count in sizes[kv])
         sizes = {kv: _timed_again(times) for kv, times in shortest.items()}
+    few, most = shortest[first], spent + LONGER * 1e3
+    while number < MOST_ROUNDS and spent < most:
+        for count in counts[:FEWEST]:
+            took = milliseconds(count, first)
+            few[count] = sorted([*few[count], took])[:2] if count in few else [took]
+            spent += took
+        number += 1
     found = {kv: {count: least for count, (least, *_) in times.items()} for kv, times in shortest.items()}
     return {kv: _with_more(found[first], times) for kv, times in found.items()}, agree
 
