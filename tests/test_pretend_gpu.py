@@ -237,17 +237,29 @@ def test_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
     assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
 
 
-@pytest.mark.parametrize("knows_layers", [True, False])
+def fails(*_: Any) -> torch.Tensor:
+    raise StrangeError("no such instruction")
+
+
+class StrangeError(Exception):
+    """As compilers and drivers raise them."""
+
+
+@pytest.mark.parametrize("layers", ["known", "unknown", "broken kernels"])
 def test_a_checkpoint(
-    knows_layers: bool, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
+    layers: str, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """As a program loads one: packed, its layers replaced.
 
-    A model of unknown layers goes to the compiler, which refuses to work on this machine and is given up.
+    A model of unknown layers goes to the compiler, which refuses to work on this machine and is given up. So does one
+    whose layers' kernels do not work, which keeps the kernel of attention.
     """
-    if not knows_layers:
+    knows_layers = layers == "known"
+    if layers == "unknown":
         monkeypatch.setattr(accelerate, "layer_of", lambda _: None)
+    if layers == "broken kernels":
+        monkeypatch.setattr("lpr.model.kernels.elementwise_kernel.gate", fails)
 
     def read_there(where: torch.device, read: Any, dtype: Any) -> Any:
         model, info = read(dtype=dtype)
@@ -269,6 +281,7 @@ def test_a_checkpoint(
     compiled = engine.model.compiled
     assert compiled is None if knows_layers else compiled is not None and bool(compiled.reason)
     assert caplog.text.count("steps are not compiled") == (not knows_layers)
+    assert caplog.text.count("using transformers' own: no such instruction") == (layers == "broken kernels")
 
 
 def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:

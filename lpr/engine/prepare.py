@@ -123,16 +123,18 @@ def _accelerated(model: TreeModel, compiles: bool) -> tuple[KVCache, bool]:
     Returns the check's cache, and True if whole layers are accelerated. If there are none and the model `compiles`, the
     compiler gets the modules as they are.
     """
-    found = accelerate(model.model)
+    found, attention = accelerate(model.model), model.attention
     logger.info("on the %s: %s", model.device.type, found.counts)
     if compiles and "layers" not in found.modules:
         found.undo()
     try:
         return self_check(model), "layers" in found.modules
-    except InputError as refused:
+    except Exception as refused:  # on a GPU whatever a compiler or driver raises
         found.undo()
+        if model.attention != attention:  # the check has blamed it first
+            model.adapter.set_attention(attention)
         like = self_check(model)
-        logger.warning("the faster modules do not fit this model, using transformers' own: %s", refused)
+        logger.warning("the faster modules do not fit this model, using transformers' own: %s", first_line(refused))
         return like, False
 
 
