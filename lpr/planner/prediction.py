@@ -1,4 +1,6 @@
-"""Predicted tokens per second of a model on a mesh, with an uncertainty. No GPU has confirmed them.
+"""Predicted tokens per second of a model on a mesh, with an uncertainty.
+
+On the one GPU that has run lpr, an H200, steps of a 7B model took 1.2 to 1.6 times the predicted forward.
 
 A step takes `max(bytes / bandwidth, operations / arithmetic) + collectives + host`. Acceptance length (tokens per step)
 and host time are measured. Two constants are fitted to gpt-fast's published runs of Llama-2-7B on 1 and on 8 A100; its
