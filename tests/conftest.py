@@ -38,7 +38,7 @@ from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
 from lpr.engine import sizing
 
-MEASURING = {name: getattr(sizing, name) for name in ("ENOUGH", "PATIENCE")}
+MEASURING = {name: getattr(sizing, name) for name in ("ENOUGH", "PATIENCE", "LONGER")}
 """Seconds that an engine measures step times for at its start, elsewhere. Other tests disturb them, so that they would
 hardly ever agree; a test that needs true ones sets these."""
 for each in MEASURING:

@@ -189,6 +189,25 @@ def test_the_first_node_of_a_larger_batch_is_measured(home: Path, monkeypatch: p
     assert [size for size, _ in times.rows] == [1, 8, 16]
 
 
+@pytest.mark.parametrize("slow, rounds", [(0.5, 24), (20.0, 2)])
+def test_the_smallest_trees_are_timed_until_their_times_are_sure(
+    slow: float, rounds: int, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain step that is late six times, so that a first node seems free; a slow model does not wait for more."""
+    calls: list[int] = []
+
+    def time_forward(model: object, batch: int, count: int, kv: int) -> float:
+        calls.append(count)
+        late = 0.4 * (count == 1 and calls.count(1) <= 6)
+        return slow * (2 + 0.3 * min(count, 4) + late + 0.1 * count) / 1e3
+
+    monkeypatch.setattr(lpr.engine.sizing, "time_forward", time_forward)
+    decode = DecodeConfig(max_nodes=64, max_length=256, max_batch_size=1)
+    times = Engine.from_model(tiny_model(), decode=decode).step_times
+    assert calls.count(1) == rounds + 1 and calls.count(2) == rounds, "once more to set libraries up"
+    assert (times.time(2, 1) > 1.1 * times.time(1, 1)) == (rounds > 6)
+
+
 def test_a_home_that_takes_no_files_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "lpr").write_text("in the way")
     assert Engine.from_model(tiny_model(), decode=DECODE).step_times is not None

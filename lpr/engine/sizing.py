@@ -284,11 +284,12 @@ def _measure(
         number += 1
         agree = number > 1 and all(_agree(times[count]) for kv, times in shortest.items() for count in sizes[kv])
         sizes = {kv: _timed_again(times) for kv, times in shortest.items()}
-    few, most = shortest[first], spent + LONGER * 1e3
-    while number < MOST_ROUNDS and spent < most:
-        for count in counts[:FEWEST]:
+    few = {count: shortest[first][count] for count in counts[:FEWEST] if count in shortest[first]}
+    most = spent + LONGER * 1e3
+    while number < MOST_ROUNDS and spent + sum(times[0] for times in few.values()) < most:
+        for count, least in few.items():
             took = milliseconds(count, first)
-            few[count] = sorted([*few[count], took])[:2] if count in few else [took]
+            least[:] = sorted([*least, took])[:2]
             spent += took
         number += 1
     found = {kv: {count: least for count, (least, *_) in times.items()} for kv, times in shortest.items()}
