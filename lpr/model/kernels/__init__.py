@@ -1,4 +1,4 @@
-"""GPU versions of tree attention and sampling, in Triton.
+"""GPU versions of tree attention, sampling, recurrent layers and what lies between matrix products, in Triton.
 
 The `_kernel` modules launch the device code of the `_code` modules; `hook` makes attention implementations of them.
 """
