@@ -93,7 +93,7 @@ SECTIONS = {
     "gpu_check": Section(
         "Time of a step against its nodes, t(n)",
         "While t(n) is flat, further nodes cost nothing; where it rises, they must earn their time.",
-        times.step_times,
+        times.gpu_check,
     ),
     "fleet": Section("Wall clock of real ranks", "Meshes of lp x tp; tokens are compared.", times.fleet, DATA),
     "serve": Section("The service under load", "Waiting times of clients, by load and setting.", services.serve, DATA),

@@ -115,6 +115,20 @@ def step_times(facts: Json) -> list[Part]:
     return [Part(table, [picture], f"From the fewest to the most nodes: {words}.")]
 
 
+def gpu_check(facts: Json) -> list[Part]:
+    """What a GPU's ids equal, and its step times, as far as they were measured."""
+    parts, correct = [], facts.get("sections", {}).get("correctness", {})
+    forms = {form: correct[form]["equal_to_cpu"] for form in ("graphs", "eager") if form in correct}
+    if forms:
+        kinds = sorted({kind for equal in forms.values() for kind in equal})
+        cells = [[form, *(f"{equal[kind]} of {correct['prompts']}" for kind in kinds)] for form, equal in forms.items()]
+        words = f"{correct['prompts']} prompts x {correct['max_new_tokens']} tokens, float32, {facts['gpu']}"
+        parts.append(Part(Table(f"ids equal to the CPU's: {words}", ["", *kinds], cells), [], "Ids on a GPU."))
+    if not parts or any(True for _ in _tables(facts)):
+        parts += step_times(facts)
+    return parts
+
+
 def _tables(value: Any, name: str = "") -> Iterator[tuple[str, list[tuple[float, float]]]]:
     """Step times as lpr.core.step_times writes them, anywhere in a result: a name and points (tokens, milliseconds)."""
     if isinstance(value, list):
