@@ -98,6 +98,26 @@ def test_texts_stand_still_for_half_a_second_at_most() -> None:
     assert most == SHORTEST_CHUNK, "the last one takes 2 s: fewer tokens would hardly come further"
 
 
+def test_prompts_share_a_step_only_where_that_makes_them_cheaper() -> None:
+    """Four prompts come at once. All that share a step have their first tokens at its end."""
+    for rest, most in ((1.0, 32), (40.0, 512), (0.0, 1)):
+        times = StepTimes({(1, 256): [rest + 1.0 * n for n in KNOTS]})
+        assert times.cheap_tokens(0.05) == most
+    for rest, first in ((1.0, [100]), (6.0, [100, 28]), (100.0, [100] * 4)):
+        times = StepTimes({(1, 256): [rest + 1.0 * n for n in KNOTS]})
+        limits = Limits[SimRequest](4, 1, 2048, 8, True)
+        limits.decide_by(lambda times=times: times, 1, math.inf, math.inf)  # type: ignore[misc]
+        scheduler: Scheduler[SimRequest] = Scheduler(limits)
+        for number in range(4):
+            scheduler.add(SimRequest(number, 101, 4, tokens=[number] * 101))
+            admitted = scheduler.admit()
+            assert admitted is not None
+            admitted[0].num_computed_tokens = admitted[1]
+        schedule = scheduler.schedule()
+        found = [each.num_pending - 1 for each in schedule.decoding]
+        assert found + [counts[0] for _, counts in schedule.filling] == first
+
+
 def test_a_prompt_in_the_prefix_cache_can_still_be_in_time() -> None:
     """Of two late requests of equal length, the one whose pages are known goes first."""
     limits: Limits[SimRequest] = Limits(

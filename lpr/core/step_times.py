@@ -76,6 +76,12 @@ class StepTimes:
         slope = (row[low + 1] - row[low]) / (KNOTS[low + 1] - KNOTS[low])
         return MOST_TOKENS if slope <= 0 else min(MOST_TOKENS, int(KNOTS[low] + (milliseconds - row[low]) / slope))
 
+    def cheap_tokens(self, part: float, batch: int = 1, kv: int = SHORTEST_KV) -> int:
+        """The fewest of KNOTS at which a token takes at most `part` longer than it does at the last of them."""
+        row = self.row(batch, kv)
+        limit = (1 + part) * row[-1] / KNOTS[-1]
+        return next(count for count, ms in zip(KNOTS, row, strict=True) if ms <= limit * count)
+
     def critical_length(self, batch: int = 1, kv: int = SHORTEST_KV) -> int:
         """The *critical decoding length* (Zhao et al. 2024, section 4.1), up to which more tokens cost little time.
 

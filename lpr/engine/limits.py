@@ -29,6 +29,8 @@ LONGEST_STILL_MS = 500.0
 """Longest step with prompts while other requests decode: their texts stand still meanwhile."""
 SHORTEST_CHUNK = 512
 """Tokens of prompts that a step may have although it takes longer: fewer cost more each."""
+DEARER = 0.05
+"""Part by which a token of a prompt may take longer in a step of fewer, for a sooner first token."""
 ANY_NUMBER = 1 << 30
 """`home_ranks="auto"`: no limit on the home ranks of a request."""
 
@@ -168,6 +170,9 @@ class Limits(Generic[R]):
     """Most tokens that a rank spends in a step on a request that others decode; default: `prefill_chunk`."""
     calm_chunk: Callable[[], int] | None = None
     """Most tokens that a rank spends on long chains in a step in which other requests decode; None: `prefill_chunk`."""
+    cheap_chunk: Callable[[], int] | None = None
+    """Tokens of prompts of which more in a step make none cheaper, so that prompts had better come one after the other;
+    None: unknown."""
     speedup: Callable[[R, int], float] | None = None
     """Factor by which one more rank than so many speeds a request up; None: any rank is worth it."""
     targets: Targets[R] | None = None
@@ -217,6 +222,7 @@ class Limits(Generic[R]):
             return speedup(width, lambda count: now.time(count, 1, length), nodes_per_rank, request.stats)
 
         self.speedup = factor
+        self.cheap_chunk = lambda: times().cheap_tokens(DEARER)
         self.calm_chunk = lambda: max(SHORTEST_CHUNK, times().most_tokens(LONGEST_STILL_MS))
         if min(first_token_ms, per_token_ms) < math.inf:
             now = self.targets.now if self.targets is not None else 0.0

@@ -158,9 +158,10 @@ class Scheduler(Generic[R]):
 
         Chains longer than a tree share `prefill_chunk` tokens of a rank's step or fewer (`rooms`), so that the other
         requests hardly wait for prompts. Who was admitted first is filled first, and who misses the target for the
-        first token anyway last. Where rows are not padded, the last piece of a chain is evaluated together with the
-        first tree, and hardly waits for pieces of others. A prompt that begins like another waits while that one
-        computes what they share.
+        first token anyway last. A prompt that ends leaves the others only what makes its tokens cheaper: all that share
+        a step have their first tokens at its end. Where rows are not padded, the last piece of a chain is evaluated
+        together with the first tree, and hardly waits for pieces of others. A prompt that begins like another waits
+        while that one computes what they share.
         """
         limits = self.limits
         if limits.num_ranks > 1 and self.running:  # idle ranks look for work more or less often
@@ -173,6 +174,8 @@ class Scheduler(Generic[R]):
         preempted = self._reserve()
         room, spent = rooms(self.running, limits), [0] * limits.num_ranks
         least = min(limits.prefill_chunk, max(SHORTEST_CHUNK, room[0])) // 2  # fewer rows cost more each
+        if limits.cheap_chunk is not None:
+            least = min(least, limits.cheap_chunk())
         begun = set[tuple[int, Node, tuple[int, ...]]]()
         decoding: list[R] = []
         filling: list[Fill[R]] = []
