@@ -13,9 +13,22 @@ import attention_reference
 import torch
 from pretend_device import OnGpu, PretendError, current_gpu, held
 
+from lpr.model.paged_cache import PagedCache
+from lpr.model.runner import TreeModel
 from lpr.model.sampling import specification
+from lpr.model.sampling.choice import gpu_likeliest, gpu_pick
 from lpr.model.sampling.selection import Selection
+from lpr.model.step_inputs import Row
 from lpr.model.tree_mask import Paths, TreeMask
+
+
+def without_a_check(runner: TreeModel) -> PagedCache:
+    """Stands for the self-check where it has its own tests: the interpreter takes several seconds for it."""
+    cache = PagedCache(1, 16)
+    runner.adapter.logits([Row.chain(0, 0, [1, 2], 1)], cache)
+    gpu_pick(runner.adapter.device)
+    gpu_likeliest(runner.adapter.device)
+    return cache
 
 
 def kernel(query: Any, key: Any, value: Any, mask: TreeMask, *, tiles: Any = None, **rules: Any) -> torch.Tensor:

@@ -211,6 +211,7 @@ def test_a_start_of_a_replica_compiles_four_forms(replica: TensorParallel, tmp_p
     assert start_compiled("llama", 2, 16, replica=replica, folder=tmp_path) == (4, 4, 4)
 
 
+@pytest.mark.long
 def test_a_head_that_asks_for_parts_doubles_the_forms(
     replica: TensorParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

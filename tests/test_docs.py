@@ -267,6 +267,7 @@ def test_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out) > 20
 
 
+@pytest.mark.long
 def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
     (program,) = blocks_of(DOCS / "engine.md", "py")
     (tmp_path / "program.py").write_text(program, encoding="utf-8")

@@ -29,6 +29,7 @@ ROOM = (2 << 30) + (48 << 20), 4 << 30
 """Free and whole memory of a GPU that another engine is on already."""
 
 
+@pytest.mark.long
 def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
     gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

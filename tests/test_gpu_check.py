@@ -57,6 +57,7 @@ def completed(command: list[str], target: Path | None, *_: Any) -> int:
     return int(target is not None)
 
 
+@pytest.mark.long
 def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "gpu_check.json"
     monkeypatch.setattr(several, "run_and_kill", completed)

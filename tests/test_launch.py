@@ -622,6 +622,7 @@ def test_a_machine_needs_its_number() -> None:
     assert done.returncode == 1 and "set NODE_RANK to the number of this machine" in done.stderr
 
 
+@pytest.mark.long
 def test_a_slurm_job_meets_by_its_numbers(slurm: dict[str, str]) -> None:
     env = slurm | {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": str(free_port()), "SLURM_SUBMIT_DIR": str(ROOT)}
     done = subprocess.run([LAUNCH / "slurm.sh", *JOB], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)

@@ -275,6 +275,7 @@ def test_a_sample_of_meshes_stands_for_all() -> None:
     assert sample.first_token_ms[0] == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.long
 def test_more_load_needs_more_meshes_and_less_promised_fewer(plan) -> None:
     def meshes(*flags: str) -> int:
         return json.loads(plan(workload(), "--json", *flags)[1])["recommended"]["meshes"]

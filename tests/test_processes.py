@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_prompts(tmp_path_factory.mktemp("in") / "in.jsonl", PROMPTS[:6])
 
 
-@pytest.fixture(scope="module")
-def alone(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, object]]]:
-    found = {}
-    for temperature in ("0", "0.8"):
-        target = tmp_path_factory.mktemp("alone") / "out.jsonl"
-        done = run([sys.executable, "-m", "lpr.generate", "--prompts", str(prompts), "--output", str(target),
-                    "--temperature", temperature, *JOB])  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        found[temperature] = rows(target)
-    return found
+@cache
+def alone(prompts: Path, temperature: str) -> list[dict[str, object]]:
+    """What one process writes."""
+    target = prompts.with_name(f"alone at {temperature}.jsonl")
+    done = run([sys.executable, "-m", "lpr.generate", "--prompts", str(prompts), "--output", str(target),
+                "--temperature", temperature, *JOB])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return rows(target)
 
 
 @pytest.mark.parametrize(
@@ -55,28 +54,22 @@ def alone(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     ],
 )
 def test_the_same_text_as_one_process(
-    prompts: Path,
-    alone: dict[str, list[dict[str, object]]],
-    tmp_path: Path,
-    num_ranks: int,
-    temperature: str,
-    module: list[str],
-    more: list[str],
+    prompts: Path, tmp_path: Path, num_ranks: int, temperature: str, module: list[str], more: list[str]
 ) -> None:
     target = tmp_path / "out.jsonl"
     done = run([*TORCHRUN, f"--nproc_per_node={num_ranks}", *module, "--prompts", str(prompts),
                 "--output", str(target), "--temperature", temperature, "--json", *JOB, *more])  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = rows(target)
-    assert [row["token_ids"] for row in found] == [row["token_ids"] for row in alone[temperature]]
-    assert [row["text"] for row in found] == [row["text"] for row in alone[temperature]]
+    found, expected = rows(target), alone(prompts, temperature)
+    assert [row["token_ids"] for row in found] == [row["token_ids"] for row in expected]
+    assert [row["text"] for row in found] == [row["text"] for row in expected]
     assert {row["world_size"] for row in found} == {num_ranks}
     assert len(done.stdout.splitlines()) == 1, "only rank 0 prints"
     assert json.loads(done.stdout)["payload_bytes_per_step"] > 0
 
 
 @pytest.mark.long
-def test_two_agents_on_loopback(prompts: Path, alone: dict[str, list[dict[str, object]]], tmp_path: Path) -> None:
+def test_two_agents_on_loopback(prompts: Path, tmp_path: Path) -> None:
     """launch/many_machines.sh as two machines would run it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -93,7 +86,7 @@ def test_two_agents_on_loopback(prompts: Path, alone: dict[str, list[dict[str, o
         for agent in agents:
             agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], errors
-    assert [row["token_ids"] for row in rows(target)] == [row["token_ids"] for row in alone["0"]]
+    assert [row["token_ids"] for row in rows(target)] == [row["token_ids"] for row in alone(prompts, "0")]
 
 
 def workers(agent: subprocess.Popen[str]) -> list[int]:
@@ -173,7 +166,7 @@ def test_a_restarted_job_resumes(many: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "/no/such/model"], "rank 0: model folder"),
+        pytest.param(["--model", "/no/such/model"], "rank 0: model folder", marks=pytest.mark.long),
         (["--prompt", ""], "the prompt is empty"),
     ],
 )
@@ -205,6 +198,7 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     assert "exitcode  : 2" in done.stderr
 
 
+@pytest.mark.long
 def test_one_rank_cannot_load_the_model(tmp_path: Path) -> None:
     """The same path on both ranks, but readable on one only: each machine has its own disk."""
     model = tmp_path / "model"

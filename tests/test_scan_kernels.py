@@ -16,17 +16,16 @@ import torch
 import torch.nn.functional as F
 from pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from pretend_graphs import Graph
+from pretend_kernels import without_a_check
 from test_recurrent import KINDS, hybrid
 from torch import Tensor
 
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.graphs import GraphForward
-from lpr.model.paged_cache import PagedCache
 from lpr.model.recurrent import scans
 from lpr.model.recurrent.diagonal import Selective
 from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
-from lpr.model.sampling.choice import gpu_likeliest, gpu_pick
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row
 from lpr.model.tree_mask import build_mask
@@ -311,7 +310,7 @@ KERNELS = (
 
 # In an engine.
 
-PROMPTS = [[3, 5, 7, 9, 5, 7], [(i * i) % 89 + 2 for i in range(23)]]
+PROMPTS = [[3, 5, 7, 9, 5, 7], [(i * i) % 89 + 2 for i in range(11)]]
 DECODE = DecodeConfig(window_size=2, ngram_size=3, guess_set_size=2, trie_nodes=6, max_batch_size=2)
 
 
@@ -323,20 +322,13 @@ def few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "qwen3_next", {**kinds, **few})
     monkeypatch.setitem(KINDS, "olmo_hybrid", {**kinds, **few, "linear_num_key_heads": 2})
 
-    def without_a_check(runner: TreeModel) -> PagedCache:
-        cache = PagedCache(1, 16)
-        runner.adapter.logits([Row.chain(0, 0, [1, 2], 1)], cache)
-        gpu_pick(runner.adapter.device)
-        gpu_likeliest(runner.adapter.device)
-        return cache
-
     monkeypatch.setattr("lpr.engine.prepare.self_check", without_a_check)
 
 
 @pytest.mark.parametrize("name", [pytest.param("qwen3_next", marks=pytest.mark.long), "jamba"])
 def test_an_engine_emits_the_same_ids(name: str, few_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lpr.model.recurrent.states.KERNEL_DEVICES", ("cuda", "cpu"))
-    params = SamplingParams(max_new_tokens=6)
+    params = SamplingParams(max_new_tokens=4)
     model = hybrid(name).to(DEVICE)
     expected = [each.token_ids for each in Engine.from_model(model, decode=DECODE).generate(PROMPTS, params)]
     engine = Engine.from_model(model, decode=DECODE, attention="triton")
@@ -390,11 +382,8 @@ def launches_of_a_graph(num_recurrent: int, gpu: PretendGpu, monkeypatch: pytest
         patch.setattr(Graph, "add", counted)
         for kernel in KERNELS:
             patch.setattr(scan_kernel, kernel, Noted(kernel, getattr(scan_kernel, kernel)))
-        runner, like = TreeModel(to_gpu(hybrid("olmo_hybrid")), attention="triton"), PagedCache(1, 16)
-        runner.adapter.logits([Row.chain(0, 0, [1, 2], 1)], like)
-        gpu_pick(runner.adapter.device)
-        gpu_likeliest(runner.adapter.device)
-        runner.allocate(1, 64, 8, like)
+        runner = TreeModel(to_gpu(hybrid("olmo_hybrid")), attention="triton")
+        runner.allocate(1, 64, 8, without_a_check(runner))
         runner.evaluate([Row.chain(0, 3, [1] * 5, 5)], Selection.build([]), 0)
     assert gpu.num_captures == 1 and runner.graph_reason is None
     return +found

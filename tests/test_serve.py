@@ -320,6 +320,7 @@ def test_two_ranks(model, engine):
         sigterm_finishes_what_is_open_and_leaves_nothing(service, engine)
 
 
+@pytest.mark.long
 def test_torchrun_starts_it_too(tmp_path):
     command = [
         sys.executable,

@@ -79,6 +79,7 @@ def launch(num_ranks: int, job: dict[str, object], folder: Path) -> subprocess.C
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560)
 
 
+@pytest.mark.long
 def test_exact_mode_gives_the_bits_of_plain_decoding_under_the_same_split(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

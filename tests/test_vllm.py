@@ -516,6 +516,7 @@ def test_replicas_learn_of_each_other() -> None:
         store.close()
 
 
+@pytest.mark.long
 def test_memory_is_bounded_over_100_000_outputs() -> None:
     proposer = Proposer(config(capacity=20_000, num_nodes=1))
     random_ = np.random.default_rng(0)
