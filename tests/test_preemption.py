@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import random
+import sys
 from collections import Counter
 from functools import cache
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from conftest import tiny_model
 from transformers import PreTrainedModel
 from worlds import ThreadComm, ThreadWorld, run_ranks
@@ -16,6 +20,7 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.step_times import StepTimes
 from lpr.engine.kv_pool import is_swap_faster, num_host_pages
 from lpr.engine.request import Request
+from lpr.model.host_pages import swap_ms
 
 DECODE = {"window_size": 3, "guess_set_size": 2, "trie_nodes": 16, "prefill_chunk": 48, "max_batch_size": 8}
 POOL = 350
@@ -130,6 +135,25 @@ def test_pages_are_swapped_where_that_is_faster() -> None:
     times = StepTimes.from_json({"nodes": [1, 512], "rows": [{"batch": 1, "kv": 256, "ms": [1.0, 512.0]}]})
     assert is_swap_faster(15.0, times, 16, 512) and not is_swap_faster(17.0, times, 16, 512)
     assert is_swap_faster(1e9, None, 16, 512)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_timing_a_swap_takes_no_memory_for_the_cache() -> None:
+    """A start that touched pages of 120 arrays waited for a second until the system had cleared them."""
+    area = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area.madvise(mmap.MADV_DONTFORK)  # so that the kernel does not join it with its neighbours
+    pool = torch.frombuffer(area, dtype=torch.float32).view(8, -1, 4, 64)
+
+    def resident() -> int:
+        spans = ((each.addr.split("-"), each.rss) for each in psutil.Process().memory_maps(grouped=False))
+        return sum(rss for (begin, end), rss in spans if int(begin, 16) <= pool.data_ptr() < int(end, 16))
+
+    assert 0 < swap_ms([pool], 16) < 1000 and resident() == 0
+    pool[0, 0] = 1.0
+    assert resident() > 0
+
+
+def test_room_for_swapped_pages() -> None:
     gib = 2**30
     assert num_host_pages(None, 100 * gib, gib) == num_host_pages(None, None, gib) == 4
     assert num_host_pages(None, 8 * gib, gib) == 2 and num_host_pages(0, gib, 1) == 0

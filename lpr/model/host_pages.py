@@ -17,11 +17,11 @@ NUM_TIMED = 8
 class HostPages:
     """K/V of pages that left the cache; on a GPU in pinned memory, so that no copy waits for the host."""
 
-    def __init__(self, pools: Sequence[Tensor], page_size: int) -> None:
+    def __init__(self, pools: Sequence[Tensor], page_size: int, slab_bytes: int = SLAB_BYTES) -> None:
         """Room for pages of `pools`, tensors [layers, rows, heads, dim] of the cache."""
         self._pools, self._page_size = pools, page_size
         page_bytes = sum(pool[:, :page_size].numel() * pool.element_size() for pool in pools)
-        self._per_slab = max(1, SLAB_BYTES // page_bytes)
+        self._per_slab = max(1, slab_bytes // page_bytes)
         self._slabs: dict[int, list[Tensor]] = {}
         """By number, per pool [pages, layers, rows of a page, heads, dim]."""
 
@@ -51,9 +51,10 @@ class HostPages:
 
 def swap_ms(pools: Sequence[Tensor], page_size: int) -> float:
     """Measured milliseconds to copy one of the first pages to host memory and back."""
-    pages, device = HostPages(pools, page_size), pools[0].device
-    count = max(1, min(NUM_TIMED, (pools[0].shape[1] - 1) // page_size))
-    took = []
+    count, device = max(1, min(NUM_TIMED, (pools[0].shape[1] - 1) // page_size)), pools[0].device
+    if device.type == "cpu":  # the system has not given the cache its memory yet
+        pools = [pool.new_empty(len(pool), count * page_size, *pool.shape[2:]) for pool in pools]
+    pages, took = HostPages(pools, page_size, slab_bytes=0), []
     for _ in range(3):  # the first one gets the memory
         _wait_for(device)
         began = time.perf_counter()
