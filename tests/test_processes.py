@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -91,8 +92,12 @@ def test_two_agents_on_loopback(prompts: Path, tmp_path: Path) -> None:
 
 def workers(agent: subprocess.Popen[str]) -> list[int]:
     """Process ids of an agent's workers, in the order of their start."""
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    return [int(child) for child in children if b"lpr.generate" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    found = []
+    for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+            if b"lpr.generate" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found
 
 
 def wait_for(condition, seconds: float = 120) -> None:
