@@ -95,10 +95,11 @@ def test_texts_are_those_of_plain_decoding(swap_space: float | None) -> None:
 
 @pytest.mark.parametrize("home_ranks", [0, "auto"])
 def test_on_several_ranks(home_ranks: Any) -> None:
+    shared = model()  # two threads that make it at once would draw from one generator
+
     def program(comm: ThreadComm) -> int:
-        engine = Engine.from_model(
-            model(), decode=DecodeConfig(**DECODE, kv_tokens=POOL, home_ranks=home_ranks), comm=comm
-        )
+        decode = DecodeConfig(**DECODE, kv_tokens=POOL, home_ranks=home_ranks)
+        engine = Engine.from_model(shared, decode=decode, comm=comm)
         if comm.rank:
             engine.work()
         else:
@@ -139,7 +140,7 @@ def test_pages_are_swapped_where_that_is_faster() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_timing_a_swap_takes_no_memory_for_the_cache() -> None:
-    """A start that touched pages of 120 arrays waited for a second until the system had cleared them."""
+    """A start that touched pages of 60 arrays waited for a second until the system had cleared them."""
     area = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(mmap.MADV_DONTFORK)  # so that the kernel does not join it with its neighbours
     pool = torch.frombuffer(area, dtype=torch.float32).view(8, -1, 4, 64)

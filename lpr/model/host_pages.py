@@ -18,7 +18,7 @@ class HostPages:
     """K/V of pages that left the cache; on a GPU in pinned memory, so that no copy waits for the host."""
 
     def __init__(self, pools: Sequence[Tensor], page_size: int, slab_bytes: int = SLAB_BYTES) -> None:
-        """Room for pages of `pools`, tensors [layers, rows, heads, dim] of the cache."""
+        """Room for pages of `pools`, tensors [layers, rows, heads, dim] of the cache, in pieces of `slab_bytes`."""
         self._pools, self._page_size = pools, page_size
         page_bytes = sum(pool[:, :page_size].numel() * pool.element_size() for pool in pools)
         self._per_slab = max(1, slab_bytes // page_bytes)
