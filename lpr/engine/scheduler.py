@@ -174,8 +174,6 @@ class Scheduler(Generic[R]):
         preempted = self._reserve()
         room, spent = rooms(self.running, limits), [0] * limits.num_ranks
         least = min(limits.prefill_chunk, max(SHORTEST_CHUNK, room[0])) // 2  # fewer rows cost more each
-        if limits.cheap_chunk is not None:
-            least = min(least, limits.cheap_chunk())
         begun = set[tuple[int, Node, tuple[int, ...]]]()
         decoding: list[R] = []
         filling: list[Fill[R]] = []
@@ -196,6 +194,7 @@ class Scheduler(Generic[R]):
             ):
                 decoding.append(request)
                 if any(counts) and limits.packed:
+                    least = min(least, limits.cheap_chunk()) if limits.cheap_chunk is not None else least
                     spent = [before + count for before, count in zip(spent, counts, strict=True)]
                     room = [min(left, max(0, least - count)) for left, count in zip(room, spent, strict=True)]
                 counts, most = [0] * limits.num_ranks, limits.joining
