@@ -3,7 +3,7 @@ r"""What a prediction head's guesses earn: texts of its model, replayed with and
     LPR_PURE_PYTHON=1 python -m dev.head_gain --model FOLDER --head mtp.safetensors --texts classeval.safetensors \
         --prompts classeval.jsonl:50-62 --budgets 16 64 --output FILE
 
-The texts are written once, greedily and with eight seeds at 0.8 (dev/train_head.py); what the head guesses at each
+The texts are written once, greedily and with eight seeds at 0.8 (dev/head_texts.py); what the head guesses at each
 place of them follows from their hidden states alone. So any number of budgets is replayed (benchmarks/replay.py)
 without the model, by the specification's drafter, which can be handed guesses. A replay knows the model's candidates
 of accepted nodes only, so an engine takes somewhat fewer steps, with and without a head.
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from benchmarks.common import circumstances, write_json
 from benchmarks.record import Recorded
 from benchmarks.replay import FixedSizes, Task, replay_task
-from dev.train_head import Text, keep_texts, kept_texts, prompts_of, write_texts, writer_of
+from dev.head_texts import Text, keep_texts, kept_texts, prompts_of, write_texts, writer_of
 from lpr import DecodeConfig, SamplingParams
 from lpr.core.heads import HeadDraft
 from lpr.core.suffix_index import SuffixIndex
@@ -173,9 +173,10 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     for path, prompts in zip(given.texts, given.prompts, strict=False):
         if not path.exists():
-            asked = [prompt for prompt, _ in prompts_of(prompts, AutoTokenizer.from_pretrained(given.model))]
+            how = [SamplingParams(max_new_tokens=given.new_tokens, temperature=t, seed=s) for s, t in enumerate(KINDS)]
+            asked = prompts_of(prompts, AutoTokenizer.from_pretrained(given.model))
             engine = writer_of(given.model, "float32")
-            keep_texts(write_texts(engine, model, asked, given.new_tokens, 600, KINDS), path)
+            keep_texts(write_texts(engine, [(prompt, each) for prompt in asked for each in how]), path)
             engine.close()
     if given.head is None:
         return

@@ -1,22 +1,20 @@
 r"""Train a multi-token-prediction head for a frozen Llama-type model, by self-distillation.
 
-    python -m dev.train_head --model FOLDER --prompts humaneval.jsonl:0-82 classeval.jsonl:0-50 \
-        --answers instructions.jsonl --minutes 150
+    python -m dev.train_head --model FOLDER --prompts humaneval.jsonl:0-82 classeval.jsonl:0-50 instructions.jsonl \
+        --sources /usr/lib/python3 --invented 800 --writing-minutes 60 --minutes 60
 
 The model writes texts after the prompts (`FILE:A-B` takes lines A to B, in the model's chat template if it has one),
-some greedily, some sampled, and reads the data sets' own answers, which is cheaper, and those of further files. The
-texts are kept beside --out, with their hidden states. The head learns the model's own distribution of the token after
-the next one, by the Kullback-Leibler divergence, and later, fed with its own output, that of the tokens after it
-(DeepSeek-V3, section 2.2; training on own outputs as in EAGLE-3, Li et al. 2025). It begins as a copy of the model's
-last layer. The file is written every few minutes, in the form of DeepSeek V3's keys: beside a checkpoint's weights lpr
-finds it there. `--resume` goes on from it. SIGTERM ends the training and writes the file.
+after skeletons of the classes below --sources and after prompts that it invents, some greedily, most of them sampled
+(dev/head_texts.py). They are kept beside --out, with their hidden states. The head learns the model's own distribution
+of the token after the next one, by the Kullback-Leibler divergence, and later, fed with its own output, that of the
+tokens after it (DeepSeek-V3, section 2.2; training on own outputs as in EAGLE-3, Li et al. 2025). It begins as a copy
+of the model's last layer. The file is written every few minutes, in the form of DeepSeek V3's keys: beside a
+checkpoint's weights lpr finds it there. `--resume` goes on from it. SIGTERM ends the training and writes the file.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
 import math
 import os
 import random
@@ -31,32 +29,36 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from lpr import DecodeConfig, Engine, SamplingParams
+from dev.head_texts import (
+    Text,
+    encoded,
+    invented,
+    keep_texts,
+    kept_texts,
+    prompts_of,
+    skeletons,
+    write_texts,
+    writer_of,
+)
+from lpr import SamplingParams
 from lpr.model.heads.forms import DEEPSEEK, DRAFT_VOCABULARY
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import OWN_FILE, make_head
+from lpr.model.kv_cache import passed
 
-STEPS_AHEAD = 3
+STEPS_AHEAD = 4
 """Tokens beyond the next one that the head is trained for, each fed with the output of the one before."""
 DECAY = 0.7
 """Weight of each further one."""
-AHEAD_FROM = (0.0, 0.3, 0.55)
+AHEAD_FROM = (0.0, 0.25, 0.5, 0.8)
 """Part of the training after which each of them is trained too: the first one matters most and costs least."""
-MOST_TOKENS = 1024
-"""Of a prompt."""
 KINDS = (0.0, 0.8, 0.8, 1.0)
-"""Temperatures of the texts after one prompt."""
-TOGETHER = 32
-"""Texts written at a time: more rows make a product cheaper for each."""
-READ = -1
-"""Seed of texts that the model has not written."""
-WRITTEN_WEIGHT = 3.0
-"""How often a text that the model has written is chosen, for one that it has read."""
-MOST_HELD_OUT = 10
-"""Prompts whose texts are held out."""
+"""Temperatures of the texts, by turns; a prompt has the next one when all have had theirs."""
+MOST_HELD_OUT = 40
+"""Texts that are held out: the last ones."""
 PROMPT_PART = 0.25
 """Part of the prompts' tokens that counts as the written ones do."""
 MOST_COMPARED = 2048
@@ -106,19 +108,6 @@ def save(head: DraftHead, path: Path, dtype: torch.dtype, vocabulary: Tensor | N
 
 
 @dataclass
-class Text:
-    """A prompt and what the model has written after it."""
-
-    ids: Tensor
-    """[T]."""
-    num_prompt: int
-    states: Tensor
-    """[T, H]: the model's last hidden states, in half precision; they are the same in every epoch."""
-    temperature: float = 0.0
-    seed: int = 0
-
-
-@dataclass
 class Batch:
     """Pieces of texts."""
 
@@ -134,6 +123,34 @@ class Batch:
     """[V']: added to their logits, the logarithm of the number of tokens that one stands for."""
 
 
+def guessing_mask(length: int, ahead: int, device: torch.device) -> Tensor:
+    """Who sees whom when entries are made of the head's own output for the `ahead`-th time, [1, 1, entries, keys].
+
+    As when it guesses: an entry sees those of the text before its own chain, the chain's, and itself. Keys are those of
+    the first pass, of the second one and so on; pass number p has entries p - 1 to `length` - 2.
+    """
+    entries = torch.arange(ahead - 1, length - 1, device=device)[:, None]
+    keys = [torch.arange(number - 1, length - 1, device=device) for number in range(1, ahead + 1)]
+    seen = [keys[0] <= entries - ahead + 1]
+    seen += [keys[number - 1] == entries - ahead + number for number in range(2, ahead + 1)]
+    return torch.cat(seen, 1)[None, None]
+
+
+def outputs(head: DraftHead, embeddings: Tensor, hidden: Tensor, num_ahead: int) -> Iterator[Tensor]:
+    """What a head makes of tokens' `embeddings` and `hidden` states [B, T, H], then of its own output, and so on.
+
+    The number a is [B, T - a, H]: entry i, from a - 1 on, of token i + 1 and, in the first one, hidden state i, later
+    what the head has made of entry i - 1.
+    """
+    length, state, cache = hidden.shape[1], hidden, DynamicCache()
+    positions = torch.arange(length, device=hidden.device)[None]
+    for ahead in range(1, num_ahead + 1):
+        how = {"position_ids": positions[:, ahead - 1 : length - 1], "use_cache": True, **passed(cache, head.block)}
+        mask = None if ahead == 1 else guessing_mask(length, ahead, hidden.device)
+        state = head(embeddings[:, ahead:], state[:, :-1], attention_mask=mask, **how)
+        yield state
+
+
 def losses(
     model: PreTrainedModel, head: DraftHead, batch: Batch, num_ahead: int = STEPS_AHEAD
 ) -> tuple[list[Tensor], list[float]]:
@@ -142,13 +159,8 @@ def losses(
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         wanted = (batch.hidden[batch.mask] @ weight.T + batch.rest).log_softmax(-1)
         embeddings = model.get_input_embeddings()(batch.ids)
-    found, equal, state, length = [], [], batch.hidden, batch.ids.shape[1]
-    rows = (batch.mask.flatten().cumsum(0) - 1).view_as(batch.ids)
-    positions = torch.arange(length, device=batch.ids.device)[None]
-    for ahead in range(1, num_ahead + 1):
-        # Entry i holds token i + 1 and, ahead of the first one, what the head has made of entry i - 1.
-        places = positions[:, ahead - 1 : length - 1]
-        state = head(embeddings[:, ahead:], state[:, :-1], position_ids=places, use_cache=False)
+    found, equal, rows = [], [], (batch.mask.flatten().cumsum(0) - 1).view_as(batch.ids)
+    for ahead, state in enumerate(outputs(head, embeddings, batch.hidden, num_ahead), 1):
         counted = batch.mask[:, ahead:]
         logits, target = state[counted] @ weight.T + batch.rest, wanted[rows[:, ahead:][counted]]
         found.append(F.kl_div(logits.log_softmax(-1), target, reduction="batchmean", log_target=True))
@@ -196,11 +208,10 @@ def batches_of(model: PreTrainedModel, texts: Sequence[Text], size: int, length:
     generator = torch.Generator().manual_seed(seed)
     vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,index,arg-type]
     common = commonest(texts, vocab_size, MOST_COMPARED)
-    weights = torch.tensor([1.0 if text.seed == READ else WRITTEN_WEIGHT for text in texts])
     while True:
         ids, mask = torch.zeros(size, length, dtype=torch.long), torch.zeros(size, length, dtype=torch.bool)
         hidden = torch.zeros(size, length, texts[0].states.shape[1])
-        for row, choice in enumerate(torch.multinomial(weights, size, True, generator=generator).tolist()):
+        for row, choice in enumerate(torch.randint(len(texts), (size,), generator=generator).tolist()):
             text = texts[choice]
             middle = (text.num_prompt + len(text.ids)) // 2
             end = int(torch.randint(middle, len(text.ids) + 1, (1,), generator=generator))
@@ -217,98 +228,13 @@ def batches_of(model: PreTrainedModel, texts: Sequence[Text], size: int, length:
         yield Batch(ids, mask, hidden, torch.cat([tokens, chosen]), rest)
 
 
-def prompts_of(name: str, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """The prompts of a JSONL file, FILE or FILE:A-B, each with the file's own answer, if it has any."""
-    path, _, lines = name.partition(":")
-    begin, _, end = lines.partition("-")
-    found = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines()[int(begin or 0) : int(end) if end else None]:
-        fields = json.loads(line)
-        prompt = next(fields[key] for key in ("skeleton", "prompt", "question", "turns") if key in fields)
-        prompt = prompt if isinstance(prompt, str) else prompt[0]
-        if tokenizer.chat_template:
-            chat = [{"role": "user", "content": prompt}]
-            prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        answer = next((fields[key] for key in ("solution_code", "canonical_solution", "answer") if key in fields), "")
-        ids = tokenizer(prompt)["input_ids"]
-        if len(ids) <= MOST_TOKENS:
-            found.append((ids, tokenizer(answer, add_special_tokens=False)["input_ids"]))
-    return found
-
-
-@torch.no_grad()
-def read(model: PreTrainedModel, ids: list[int], num_prompt: int, temperature: float = 0.0, seed: int = READ) -> Text:
-    """A text with what the model expects in it."""
-    decoder: Any = model.get_decoder()
-    tokens = torch.tensor(ids)
-    return Text(tokens, num_prompt, decoder(input_ids=tokens[None]).last_hidden_state[0].half(), temperature, seed)
-
-
-def read_answers(model: PreTrainedModel, asked: Sequence[tuple[list[int], list[int]]], num_tokens: int) -> list[Text]:
-    """The data sets' own answers, `num_tokens` in all, prompts included."""
-    found: list[Text] = []
-    for prompt, answer in asked:
-        ids = (prompt + answer)[: MOST_TOKENS // 2]
-        if len(ids) < len(prompt) + 16:
-            continue
-        found.append(read(model, ids, len(prompt)))
-        num_tokens -= len(ids)
-        if num_tokens < 0:
-            break
-    return found
-
-
-def write_texts(
-    engine: Engine,
-    model: PreTrainedModel,
-    prompts: Sequence[list[int]],
-    new_tokens: int,
-    minutes: float,
-    kinds: Sequence[float] = KINDS,
-) -> list[Text]:
-    """What an engine of the model writes after each of `prompts` at the temperatures `kinds`, for so many minutes.
-
-    A seed is a temperature's number. The last token, which nothing follows, is left out.
-    """
-    found, began, together = list[Text](), time.monotonic(), max(1, TOGETHER // len(kinds))
-    how = [SamplingParams(max_new_tokens=new_tokens, temperature=kind, seed=seed) for seed, kind in enumerate(kinds)]
-    for begin in range(0, len(prompts), together):
-        asked = [(prompt, each) for prompt in prompts[begin : begin + together] for each in how]
-        done = engine.generate([prompt for prompt, _ in asked], [each for _, each in asked])
-        for (prompt, each), completion in zip(asked, done, strict=True):
-            ids = (prompt + completion.token_ids)[:-1]
-            found.append(read(model, ids, len(prompt), each.temperature, each.seed or 0))
-        passed = (time.monotonic() - began) / 60
-        written = sum(len(text.ids) - text.num_prompt for text in found)
-        print(f"{passed:.1f} min: {len(found)} texts, {written} tokens written", flush=True)
-        if passed > minutes:
-            break
-    return found
-
-
-def writer_of(model: str, dtype: str) -> Engine:
-    """An engine that writes texts for `write_texts`."""
-    return Engine.from_pretrained(model, DecodeConfig(max_batch_size=TOGETHER, draft_heads="off"), dtype=dtype)
-
-
-def keep_texts(texts: Sequence[Text], path: Path) -> None:
-    """Write texts to a file."""
-    parts = {"ids": torch.cat([text.ids for text in texts]), "states": torch.cat([text.states for text in texts])}
-    parts["facts"] = torch.tensor([(len(each.ids), each.num_prompt, each.temperature, each.seed) for each in texts])
-    save_file(parts, path)
-
-
-def kept_texts(path: Path) -> list[Text]:
-    """The texts of a file of `keep_texts`."""
-    parts = load_file(path)
-    lengths, prompts, temperatures, seeds = parts["facts"].T.tolist()
-    pieces = [parts[name].split([int(each) for each in lengths]) for name in ("ids", "states")]
-    return [
-        Text(ids, int(num_prompt), states, round(temperature, 4), int(seed))
-        for ids, num_prompt, states, temperature, seed in zip(
-            pieces[0], prompts, pieces[1], temperatures, seeds, strict=True
-        )
-    ]
+def asked_of(prompts: Sequence[list[int]], new_tokens: int) -> Iterator[tuple[list[int], SamplingParams]]:
+    """Each prompt once with every temperature of KINDS, in an order by chance, all prompts before any comes again."""
+    order = random.Random(0).sample(range(len(prompts)), len(prompts))
+    for turn in range(len(KINDS)):
+        for seed, place in enumerate(order, turn * len(order)):
+            kind = KINDS[(place + turn) % len(KINDS)]
+            yield prompts[place], SamplingParams(max_new_tokens=new_tokens, temperature=kind, seed=seed)
 
 
 def main() -> None:
@@ -316,13 +242,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", nargs="+", default=[], help="JSONL files with a prompt a line, FILE or FILE:A-B")
-    parser.add_argument("--answers", nargs="+", default=[], help="such files whose answers are read alone")
+    parser.add_argument("--sources", nargs="+", type=Path, default=[], help="folders of Python sources")
+    parser.add_argument("--invented", type=int, default=0, help="prompts that the model invents, if it has a template")
     parser.add_argument("--texts", type=Path, help="where the written texts are kept and found again")
     parser.add_argument("--out", type=Path, help=f"default: {OWN_FILE} in the model's folder")
     parser.add_argument("--minutes", type=float, default=150, help="of training")
     parser.add_argument("--writing-minutes", type=float, default=30, help="of writing texts")
-    parser.add_argument("--answer-tokens", type=int, default=100_000, help="of the data sets' own answers")
-    parser.add_argument("--new-tokens", type=int, default=160)
+    parser.add_argument("--new-tokens", type=int, default=224)
     parser.add_argument("--draft-vocabulary", type=int, default=16384, help="tokens that may be guessed; 0: all")
     parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--length", type=int, default=256)
@@ -337,16 +263,13 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     if not kept.exists():
         tokenizer = AutoTokenizer.from_pretrained(given.model)
-        asked = [prompt for name in given.prompts for prompt in prompts_of(name, tokenizer)]
-        answered = asked + [prompt for name in given.answers for prompt in prompts_of(name, tokenizer)]
-        random.Random(0).shuffle(asked)
-        random.Random(0).shuffle(answered)
-        reader = copy.deepcopy(model).bfloat16() if given.bfloat16 else model
         engine = writer_of(given.model, "bfloat16" if given.bfloat16 else "float32")
-        prompts = [prompt for prompt, _ in asked]
-        written = write_texts(engine, reader, prompts, given.new_tokens, given.writing_minutes)
+        prompts = [prompt for name in given.prompts for prompt in prompts_of(name, tokenizer)]
+        made = [text for folder in given.sources for text in skeletons(folder)]
+        made += invented(engine, tokenizer, given.invented)
+        prompts += [encoded(text, tokenizer) for text in made]
+        keep_texts(write_texts(engine, asked_of(prompts, given.new_tokens), given.writing_minutes), kept)
         engine.close()
-        keep_texts(read_answers(reader, answered, given.answer_tokens) + written, kept)
     texts = kept_texts(kept)
     stored_as = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto").dtype
     prefix = DEEPSEEK.prefix.format(model.config.num_hidden_layers)
@@ -357,7 +280,7 @@ def main() -> None:
     head = make_head(model, DEEPSEEK, tensors)
     limit, vocab_size = given.draft_vocabulary, model.config.vocab_size
     vocabulary = commonest(texts, vocab_size, limit) if 0 < limit < vocab_size else None
-    num_held_out = len(KINDS) * min(MOST_HELD_OUT, max(1, len(texts) // (20 * len(KINDS))))
+    num_held_out = min(MOST_HELD_OUT, max(1, len(texts) // 20))
     held_out = next(batches_of(model, texts[-num_held_out:], given.batch, given.length, 1))
     held_out.tokens, held_out.rest = torch.arange(model.config.vocab_size), torch.zeros(())  # all of them
     stopped: list[int] = []

@@ -15,13 +15,14 @@ import torch
 from conftest import tiny_model
 from fake_graphs import FakeCapturer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from worlds import ThreadComm, ThreadWorld, run_ranks
 
 from dev import families
 from dev.family_table import FAMILIES
 from dev.head_gain import TextGuesser
-from dev.train_head import Text, batches_of, first_tensors, read, read_answers, save, train, write_texts
+from dev.head_texts import Text, skeletons, write_texts
+from dev.train_head import asked_of, batches_of, first_tensors, outputs, save, train
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.heads import HeadDraft, read_block
@@ -32,13 +33,18 @@ from lpr.model.heads.forms import DEEPSEEK, MIMO, QWEN, Form
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import OWN_FILE, make_head, read_head
-from lpr.model.kv_cache import CACHE_ARGUMENTS
+from lpr.model.kv_cache import CACHE_ARGUMENTS, passed
 from lpr.model.loader import Loaded, wrap
 from lpr.model.paged_cache import PagedCache
 
 PROMPTS = [[(7 * i + 3 * j * j + j) % 97 for j in range(6 + 20 * (i % 2))] for i in range(4)]
 PARAMS = [SamplingParams(max_new_tokens=40, temperature=0.9 * (i % 2), seed=i) for i in range(len(PROMPTS))]
 DECODE = DecodeConfig(window_size=0, trie_nodes=16, max_batch_size=2, prefill_chunk=8)
+
+
+@torch.no_grad()
+def text_of(model: Any, ids: torch.Tensor, num_prompt: int) -> Text:
+    return Text(ids, num_prompt, model.get_decoder()(input_ids=ids[None]).last_hidden_state[0].half())
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +57,7 @@ def loaded() -> Loaded:
     torch.manual_seed(0)
     written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=28, **how)
     steps = iter(range(31))
-    texts = read_answers(model, [(text[:4].tolist(), text[4:].tolist()) for text in written], 10_000)
+    texts = [text_of(model, text, 4) for text in written]
     batches = batches_of(model, texts, 8, 32, 0)
     train(model, head, batches, lambda: next(steps) / 30, 3e-3)
     return replace(wrap(model, None), head=head)
@@ -340,14 +346,51 @@ def test_a_draft_vocabulary_of_another_model_is_left_out(
 
 
 def test_texts_to_learn_from_are_those_of_plain_decoding(loaded: Loaded, plain: list[list[int]]) -> None:
-    kinds = [params.temperature for params in PARAMS[:2]]
-    engine = Engine(loaded, DECODE)
-    texts = write_texts(engine, loaded.model, PROMPTS[:2], 40, 1.0, kinds)
-    for text, prompt, done in ((texts[0], PROMPTS[0], plain[0]), (texts[3], PROMPTS[1], plain[1])):
-        assert text.ids.tolist() == (prompt + done)[:-1] and text.num_prompt == len(prompt)
-        with torch.no_grad():
-            states = loaded.model.get_decoder()(input_ids=text.ids[None]).last_hidden_state[0]
-        torch.testing.assert_close(text.states.float(), states, atol=5e-3, rtol=0)
+    decode = DecodeConfig.autoregressive(max_batch_size=2, prefill_chunk=8)
+    engine = Engine(loaded, decode, EngineOptions(prefix_reuse=False))
+    ends = [replace(each, max_new_tokens=40 - 7 * i) for i, each in enumerate(PARAMS)]  # a slot changes when one ends
+    texts = write_texts(engine, zip(PROMPTS, ends, strict=True))
+    for text, prompt, each, done in zip(texts, PROMPTS, ends, plain, strict=True):
+        assert text.ids.tolist() == (prompt + done[: each.max_new_tokens])[:-1] and text.num_prompt == len(prompt)
+        assert (text.temperature, text.seed) == (each.temperature, each.seed)
+        states = text_of(loaded.model, text.ids, 0).states
+        torch.testing.assert_close(text.states, states, atol=5e-3, rtol=0)
+
+
+def test_a_head_is_trained_on_what_it_sees_when_it_guesses(loaded: Loaded) -> None:
+    head, ids = copy.deepcopy(loaded.head), torch.tensor([PROMPTS[1][:10]])
+    assert head is not None
+    hidden, embeddings = text_of(loaded.model, ids[0], 0).states.float()[None], loaded.model.get_input_embeddings()(ids)
+    trained = list(outputs(head, embeddings, hidden, 3))
+    assert [each.shape[1] for each in trained] == [9, 8, 7]
+    for last in range(7):  # the text's last entry; two of its own output follow
+        state, cache = hidden[:, : last + 1], DynamicCache()
+        for ahead, place in enumerate((slice(0, last + 1), slice(last + 1, last + 2), slice(last + 2, last + 3))):
+            tokens, positions = embeddings[:, place.start + 1 : place.stop + 1], torch.arange(10)[None, place]
+            with torch.no_grad():
+                state = head(tokens, state, position_ids=positions, use_cache=True, **passed(cache, head.block))[:, -1:]
+            torch.testing.assert_close(state[0, 0], trained[ahead][0, last].detach())
+
+
+def test_each_prompt_has_every_temperature_in_its_turn() -> None:
+    asked = list(asked_of(PROMPTS, 9))
+    for turn in range(4):
+        assert sorted(prompt for prompt, _ in asked[4 * turn : 4 * turn + 4]) == sorted(PROMPTS)
+    for prompt in PROMPTS:
+        assert sorted(each.temperature for known, each in asked if known == prompt) == [0.0, 0.8, 0.8, 1.0]
+    assert len({each.seed for _, each in asked}) == 16
+
+
+def test_skeletons_of_classes_have_docstrings_for_bodies(tmp_path: Path) -> None:
+    method = '    def {}(self, key, n=1):\n        """' + "Say what comes. " * 12 + '"""\n        return {}\n'
+    source = (
+        'class A(dict):\n    """Known."""\n    x = 1\n' + method.format("f", "SECRET") + method.format("g", "SECRET")
+    )
+    (tmp_path / "a.py").write_text(source + "class B:\n" + method.format("f", "x"))
+    (tmp_path / "b.py").write_text("class (:")
+    (text,) = skeletons(tmp_path)
+    assert text.startswith('class A(dict):\n    """Known."""\n') and "def g(self, key, n=1):" in text
+    assert "SECRET" not in text and "x = 1" not in text
 
 
 def test_a_replay_guesses_as_an_engine_does(loaded: Loaded, guessed: list[tuple[Chain, HeadDraft]]) -> None:
@@ -367,7 +410,7 @@ def test_a_replay_guesses_as_an_engine_does(loaded: Loaded, guessed: list[tuple[
 
 def test_tokens_by_chance_stand_for_all_the_rest(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dev.train_head.MOST_COMPARED", 8)
-    text = read(loaded.model, PROMPTS[0], 4)
+    text = text_of(loaded.model, torch.tensor(PROMPTS[0]), 4)
     batch = next(batches_of(loaded.model, [text], 2, 8, 0))
     assert batch.tokens.unique().numel() == len(batch.tokens) < 97
     assert batch.rest.exp().sum().item() == pytest.approx(97)

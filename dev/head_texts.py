@@ -1,0 +1,191 @@
+"""Texts that a head learns from: written by its model, with the hidden states that the writing engine computes anyway.
+
+On a CPU a token of a batch costs as much when it is written as when it is read, so no text of others is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.engine.options import EngineOptions
+from lpr.model.step_inputs import Row
+
+MOST_TOKENS = 1024
+"""Of a prompt."""
+TOGETHER = 32
+"""Texts written at a time: more rows make a product cheaper for each."""
+GROUP = 400
+"""Texts between two looks at the clock; the last ones of a group are written by a batch that is no longer full."""
+SKELETON = (300, 1600)
+"""Characters of the shortest and the longest skeleton of a class."""
+
+
+@dataclass
+class Text:
+    """A prompt and what the model has written after it."""
+
+    ids: Tensor
+    """[T]."""
+    num_prompt: int
+    states: Tensor
+    """[T, H]: the model's last hidden states, in half precision; they are the same in every epoch."""
+    temperature: float = 0.0
+    seed: int = 0
+
+
+class KeptStates:
+    """The hidden states of all that an engine of plain decoding evaluates.
+
+    A sequence is known by its first page, as slots change when others end; so pages must not be shared.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Keep what `engine` evaluates from now on."""
+        assert not engine.options.prefix_reuse, "a shared first page names no sequence"
+        self._model = engine.model
+        self._model.adapter.keep_hidden()
+        self._running: dict[int, tuple[list[int], list[Tensor]]] = {}
+        self._ended: list[tuple[list[int], list[Tensor]]] = []
+        model: Any = self._model
+        model.evaluate, model.fill = self._watched(model.evaluate), self._watched(model.fill)
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(rows: Sequence[Row], *args: Any) -> Any:
+            found = call(rows, *args)
+            for row in rows:
+                self._keep(row)
+            return found
+
+        return watched
+
+    def _keep(self, row: Row) -> None:
+        assert self._model.cache is not None and self._model.forward is not None
+        page = int(self._model.cache.tables[row.slot, 0])
+        if row.num_cached == 0:
+            if page in self._running:
+                self._ended.append(self._running[page])
+            self._running[page] = [], []
+        tokens, states = self._running[page]
+        assert len(tokens) == row.num_cached, "all of a sequence is evaluated once, in order"
+        tokens += row.tokens.tolist()
+        states.append(self._model.forward.hidden[row.slot].half())
+
+    def take(self) -> dict[tuple[int, ...], Tensor]:
+        """The states [T, H] of each sequence since the last call, by its T tokens; call it when none is running."""
+        found = [*self._ended, *self._running.values()]
+        self._ended, self._running = [], {}
+        return {tuple(tokens): torch.cat(states) for tokens, states in found}
+
+
+def writer_of(model: str, dtype: str) -> Engine:
+    """An engine that writes texts for `write_texts`: trees would not pay where products are what takes the time."""
+    decode = DecodeConfig.autoregressive(max_batch_size=TOGETHER, num_candidates=0)
+    return Engine.from_pretrained(model, decode, EngineOptions(prefix_reuse=False), dtype=dtype)
+
+
+def write_texts(
+    engine: Engine, asked: Iterable[tuple[list[int], SamplingParams]], minutes: float = float("inf")
+) -> list[Text]:
+    """What an engine of `writer_of` writes after each prompt, until `minutes` are over.
+
+    The last token, which nothing follows, is left out.
+    """
+    found, began, rest, kept = list[Text](), time.monotonic(), iter(asked), KeptStates(engine)
+    while group := list(islice(rest, GROUP)):
+        done = engine.generate([prompt for prompt, _ in group], [each for _, each in group])
+        states = kept.take()
+        for (prompt, each), completion in zip(group, done, strict=True):
+            ids = (prompt + completion.token_ids)[:-1]
+            found.append(Text(torch.tensor(ids), len(prompt), states[tuple(ids)], each.temperature, each.seed or 0))
+        passed = (time.monotonic() - began) / 60
+        written = sum(len(text.ids) - text.num_prompt for text in found)
+        print(f"{passed:.1f} min: {len(found)} texts, {written} tokens written", flush=True)
+        if passed > minutes:
+            break
+    return found
+
+
+def keep_texts(texts: Sequence[Text], path: Path) -> None:
+    """Write texts to a file."""
+    parts = {"ids": torch.cat([text.ids for text in texts]), "states": torch.cat([text.states for text in texts])}
+    parts["facts"] = torch.tensor([(len(each.ids), each.num_prompt, each.temperature, each.seed) for each in texts])
+    save_file(parts, path)
+
+
+def kept_texts(path: Path) -> list[Text]:
+    """The texts of a file of `keep_texts`."""
+    parts = load_file(path)
+    lengths, prompts, temperatures, seeds = parts["facts"].T.tolist()
+    pieces = [parts[name].split([int(each) for each in lengths]) for name in ("ids", "states")]
+    return [
+        Text(ids, int(num_prompt), states, round(temperature, 4), int(seed))
+        for ids, num_prompt, states, temperature, seed in zip(
+            pieces[0], prompts, pieces[1], temperatures, seeds, strict=True
+        )
+    ]
+
+
+def encoded(prompt: str, tokenizer: Any) -> list[int]:
+    """The ids of a prompt, as a user's turn if the model has a chat template."""
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer(prompt)["input_ids"]
+    return ids
+
+
+def prompts_of(name: str, tokenizer: Any) -> list[list[int]]:
+    """The ids of the prompts of a JSONL file, FILE or FILE:A-B."""
+    path, _, lines = name.partition(":")
+    begin, _, end = lines.partition("-")
+    found = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines()[int(begin or 0) : int(end) if end else None]:
+        fields = json.loads(line)
+        prompt = next(fields[key] for key in ("skeleton", "prompt", "question", "turns") if key in fields)
+        ids = encoded(prompt if isinstance(prompt, str) else prompt[0], tokenizer)
+        if len(ids) <= MOST_TOKENS:
+            found.append(ids)
+    return found
+
+
+def skeletons(folder: Path) -> Iterator[str]:
+    """Classes of Python sources below `folder` with docstrings for bodies, as ClassEval's prompts are."""
+    for path in sorted(folder.rglob("*.py")):
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError):
+            continue
+        for node in tree.body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and ast.get_docstring(each)]
+            for method in methods:
+                method.body = method.body[:1]
+            node.body = [*node.body[: ast.get_docstring(node) is not None], *methods]
+            if len(methods) > 1 and SKELETON[0] <= len(text := ast.unparse(node)) <= SKELETON[1]:
+                yield text
+
+
+def invented(engine: Engine, tokenizer: Any, count: int) -> list[str]:
+    """Up to `count` prompts that a chat model writes itself: what it puts in a user's turn (Magpie, Xu et al. 2024)."""
+    mark = "PROMPT"
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    before = tokenizer(chat[: chat.index(mark)])["input_ids"]
+    how = [SamplingParams(max_new_tokens=70, temperature=0.9, seed=seed) for seed in range(count)]
+    done = engine.generate([before] * count, how)
+    texts = (
+        tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in done if each.finish_reason == "stop"
+    )
+    return list(dict.fromkeys(text.strip() for text in texts))
