@@ -101,6 +101,17 @@ class _Growing:
         positions = [self.num_cached + depth for depth in depths]
         return Row(self.chain.row.slot, self.num_cached, tokens, parents, positions, num_results=0)
 
+    def best(self, count: int) -> HeadDraft:
+        """Its `count` likeliest guesses; no guess is likelier than the one that it follows."""
+        if len(self.paths) <= count + 1:
+            return self.draft
+        kept = sorted(sorted(range(1, len(self.paths)), key=lambda guess: -self.paths[guess])[:count])
+        draft, numbers = HeadDraft(), {0: 0}
+        for guess in kept:
+            parent = numbers[self.draft.parents[guess]]
+            numbers[guess] = draft.add(parent, self.draft.tokens[guess], self.draft.steps[guess])
+        return draft
+
     def inputs(self) -> Tensor:
         """The states [n, H] that go in beside the tokens of `row`: those of the parents."""
         place = {guess: 1 + index for index, guess in enumerate(self.entries)}
@@ -186,7 +197,7 @@ class Guesser:
             states = self._run([each.row() for each in active], [each.inputs() for each in active], cache)
             for each, state in zip(active, states, strict=True):
                 each.states = [each.states[0], *state]
-        return [each.draft for each in growing]
+        return [each.best(NUM_GUESSES) for each in growing]
 
     def _run(self, rows: Sequence[Row], hidden: Sequence[Tensor], cache: KVCache) -> list[Tensor]:
         """g [entries, H] of each row."""
@@ -212,7 +223,7 @@ class Guesser:
             for end in ends[id(each)]:
                 for token, share in zip(*next(pairs), strict=True):
                     path = each.paths[end] * share
-                    if path >= LEAST and len(each.paths) <= NUM_GUESSES:
+                    if path >= LEAST:
                         each.draft.add(end, token, int(share * PROBABILITY_STEPS))
                         each.paths.append(path)
 
