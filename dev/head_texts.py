@@ -52,14 +52,23 @@ class KeptStates:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Keep what `engine` evaluates from now on."""
+        """Watch `engine`; nothing is kept before `begin`."""
         assert not engine.options.prefix_reuse, "a shared first page names no sequence"
         self._model = engine.model
         self._model.adapter.keep_hidden()
-        self._running: dict[int, tuple[list[int], list[Tensor]]] = {}
-        self._ended: list[tuple[list[int], list[Tensor]]] = []
+        self._size: int = self._model.config.get_text_config().hidden_size
         model: Any = self._model
         model.evaluate, model.fill = self._watched(model.evaluate), self._watched(model.fill)
+
+    def begin(self, num_tokens: int) -> None:
+        """Forget all, and keep up to `num_tokens` states.
+
+        They have one tensor: small ones among those of the steps tore the heap to pieces, 8 GB became 23 in an hour.
+        """
+        self._states = torch.empty(num_tokens, self._size, dtype=torch.half)
+        self._count = 0
+        self._sequences: list[tuple[list[int], list[int]]] = []
+        self._running: dict[int, tuple[list[int], list[int]]] = {}
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(rows: Sequence[Row], *args: Any) -> Any:
@@ -74,19 +83,19 @@ class KeptStates:
         assert self._model.cache is not None and self._model.forward is not None
         page = int(self._model.cache.tables[row.slot, 0])
         if row.num_cached == 0:
-            if page in self._running:
-                self._ended.append(self._running[page])
             self._running[page] = [], []
-        tokens, states = self._running[page]
+            self._sequences.append(self._running[page])
+        tokens, places = self._running[page]
         assert len(tokens) == row.num_cached, "all of a sequence is evaluated once, in order"
         tokens += row.tokens.tolist()
-        states.append(self._model.forward.hidden[row.slot].half())
+        end = self._count + row.num_entries
+        places += range(self._count, end)
+        self._states[self._count : end] = self._model.forward.hidden[row.slot]
+        self._count = end
 
-    def take(self) -> dict[tuple[int, ...], Tensor]:
-        """The states [T, H] of each sequence since the last call, by its T tokens; call it when none is running."""
-        found = [*self._ended, *self._running.values()]
-        self._ended, self._running = [], {}
-        return {tuple(tokens): torch.cat(states) for tokens, states in found}
+    def states(self) -> dict[tuple[int, ...], Tensor]:
+        """The states [T, H] of each sequence since `begin`, by its T tokens."""
+        return {tuple(tokens): self._states[places] for tokens, places in self._sequences}
 
 
 def writer_of(model: str, dtype: str) -> Engine:
@@ -104,8 +113,9 @@ def write_texts(
     """
     found, began, rest, kept = list[Text](), time.monotonic(), iter(asked), KeptStates(engine)
     while group := list(islice(rest, GROUP)):
+        kept.begin(sum(len(prompt) + each.max_new_tokens for prompt, each in group))
         done = engine.generate([prompt for prompt, _ in group], [each for _, each in group])
-        states = kept.take()
+        states = kept.states()
         for (prompt, each), completion in zip(group, done, strict=True):
             ids = (prompt + completion.token_ids)[:-1]
             found.append(Text(torch.tensor(ids), len(prompt), states[tuple(ids)], each.temperature, each.seed or 0))
