@@ -31,7 +31,7 @@ from lpr.core.heads import HeadDraft
 from lpr.core.suffix_index import SuffixIndex
 from lpr.engine.stats import DecodeStats
 from lpr.model.heads.forms import DEEPSEEK
-from lpr.model.heads.guesses import Chain, Guesser
+from lpr.model.heads.guesses import Chain, Guesser, num_guesses
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import make_head
 from lpr.model.sampling.choice import candidates as candidates_of
@@ -187,8 +187,10 @@ def main() -> None:
         texts = kept_texts(path)
         for temperature in sorted({text.temperature for text in texts}):
             chosen = [text for text in texts if text.temperature == temperature]
-            replays, guesses = [recorded(model, text) for text in chosen], [guesser.after(text) for text in chosen]
+            replays = [recorded(model, text) for text in chosen]
             for budget in given.budgets:
+                guesser.num_guesses = num_guesses(budget)
+                guesses = [guesser.after(text) for text in chosen]
                 case = {"data": path.stem, "temperature": temperature, "budget": budget}
                 for heads, known in (("off", None), ("on", guesses)):
                     run = {**case, "heads": heads, **figures(replayed(replays, budget, known))}

@@ -444,6 +444,24 @@ def test_guesses_are_followed_as_far_as_they_are_worth_a_forward(
     assert lengths[0] > lengths[1] == 0
 
 
+@pytest.mark.parametrize(("nodes", "most", "followed"), [(16, 48, 6), (64, 64, 8), (256, 128, 16)])
+def test_a_larger_tree_has_more_guesses(
+    loaded: Loaded, guessed: list[tuple[Chain, HeadDraft]], nodes: int, most: int, followed: int
+) -> None:
+    engine = Engine(loaded, replace(DECODE, trie_nodes=nodes))
+    guesser = engine.model.guesser
+    assert guesser is not None and engine.sizes.num_guesses == guesser.num_guesses == most
+    assert guesses.num_entries(most) == followed * 4
+    guessed.clear()
+    engine.generate(PROMPTS[:2], PARAMS[:2])
+    sizes = [len(draft.tokens) - 1 for _, draft in guessed]
+    assert most // 3 < max(sizes) <= most
+    for _, draft in guessed:
+        assert all(parent < guess for guess, parent in enumerate(draft.parents))
+    engine.configure(replace(DECODE, trie_nodes="auto", window_size="auto"))
+    assert engine.sizes.num_guesses == guesser.num_guesses == 48
+
+
 def test_a_head_rests_where_steps_without_it_are_faster() -> None:
     """Credited tokens would tell otherwise: the text may have proposed them too."""
 

@@ -45,7 +45,7 @@ from lpr.engine.sizing import Sizer, resolve_sizes
 from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
-from lpr.model.heads.guesses import NUM_ENTRIES, NUM_GUESSES
+from lpr.model.heads.guesses import num_entries, num_guesses
 from lpr.model.loader import Loaded
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
@@ -258,7 +258,9 @@ class Replica:
                 if decode.draft_heads == "on" and self.model.guesser is None:
                     raise InputError("draft_heads='on', but this engine has no prediction head that works")
                 if self.model.guesser is not None and decode.draft_heads != "off" and sizes.trie_nodes:
-                    sizes = replace(sizes, num_guesses=NUM_GUESSES)
+                    # Automatic sizes seldom spend their limit, and each guess that is followed takes time.
+                    guesses = num_guesses(0 if decode.adaptive else sizes.trie_nodes)
+                    sizes, self.model.guesser.num_guesses = replace(sizes, num_guesses=guesses), guesses
                 self._set_up(decode, sizes, times, self.comm, keep_drafts)
                 return
             except MeshChangedError:  # on all survivors alike, which begin again
@@ -284,7 +286,7 @@ class Replica:
         how = self.model.packed, self.options.prefix_reuse, most_homes
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         num_ahead = sizes.evaluated_capacity(self.comm.size if self.comm.membership is None else 1)
-        num_ahead += NUM_ENTRIES if sizes.num_guesses else 0
+        num_ahead += num_entries(sizes.num_guesses)
         longest = longest_sequence(self.loaded, decode)
         num_axes = (self.comm.size > 1) + (self.comm.tp_mesh is not None)
         batch, prompt = decode.max_batch_size, decode.prefill_chunk

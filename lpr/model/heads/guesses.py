@@ -27,12 +27,12 @@ from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel
 from lpr.model.step_inputs import Row
 
-NUM_GUESSES = 48
-"""Most guesses after a path."""
-DEPTH, WIDTH, BEAM = 5, 6, 6
-"""Tokens ahead; guesses after one entry; entries of a depth that are followed."""
-NUM_ENTRIES = BEAM * (DEPTH - 1)
-"""Cache rows that guesses need behind a step's path."""
+NUM_GUESSES, MOST_GUESSES = 48, 128
+"""Fewest and most guesses after a path, by the nodes of the tree (`num_guesses`)."""
+DEPTH, WIDTH = 5, 12
+"""Tokens ahead; guesses after one entry."""
+FOLLOWED = 8
+"""One of so many guesses is followed, at each depth."""
 LEAST = 0.008
 """A guess of a smaller path probability is left out, and below twice that not followed."""
 FORWARD_MEMORY = 0.1
@@ -43,6 +43,16 @@ LATE = 256
 """Entries of a slot that may wait while the head rests."""
 NUM_NOISED = 256
 """Likeliest tokens among which the sampling noise chooses."""
+
+
+def num_guesses(num_nodes: int) -> int:
+    """Most guesses for a draft of `num_nodes` nodes: more than are drafted help none."""
+    return min(MOST_GUESSES, max(NUM_GUESSES, num_nodes))
+
+
+def num_entries(num_guesses: int) -> int:
+    """Cache rows that guesses need behind a step's path: one for each that is followed."""
+    return num_guesses // FOLLOWED * (DEPTH - 1)
 
 
 @dataclass
@@ -123,6 +133,8 @@ class Guesser:
 
     least: float = 0.0
     """Guesses are followed while their path probabilities sum up to this; each depth is a forward of its own."""
+    num_guesses: int = NUM_GUESSES
+    """Most guesses after a path."""
     forward_ms: float = 0.0
     """Milliseconds of such a forward, the mean of recent ones."""
 
@@ -197,7 +209,7 @@ class Guesser:
             states = self._run([each.row() for each in active], [each.inputs() for each in active], cache)
             for each, state in zip(active, states, strict=True):
                 each.states = [each.states[0], *state]
-        return [each.best(NUM_GUESSES) for each in growing]
+        return [each.best(self.num_guesses) for each in growing]
 
     def _run(self, rows: Sequence[Row], hidden: Sequence[Tensor], cache: KVCache) -> list[Tensor]:
         """g [entries, H] of each row."""
@@ -230,7 +242,7 @@ class Guesser:
     def _follow(self, each: _Growing, ends: Sequence[int]) -> list[int]:
         """The guesses after `ends` that the head follows, the best ones."""
         new = [guess for guess, parent in enumerate(each.draft.parents) if parent in ends and guess]
-        best = sorted(new, key=lambda guess: -each.paths[guess])[:BEAM]
+        best = sorted(new, key=lambda guess: -each.paths[guess])[: self.num_guesses // FOLLOWED]
         chosen = sorted(guess for guess in best if each.paths[guess] >= 2 * LEAST)
         each.entries += chosen
         return chosen
