@@ -33,8 +33,8 @@ DEPTH, WIDTH = 5, 12
 """Tokens ahead; guesses after one entry."""
 FOLLOWED = 8
 """One of so many guesses is followed, at each depth."""
-LEAST = 0.008
-"""A guess of a smaller path probability is left out, and below twice that not followed."""
+LEAST = 0.4
+"""A guess whose path probability times the most guesses is smaller is left out; below twice that it is not followed."""
 FORWARD_MEMORY = 0.1
 """Weight of the latest time of a forward."""
 FADING = 0.99
@@ -235,7 +235,7 @@ class Guesser:
             for end in ends[id(each)]:
                 for token, share in zip(*next(pairs), strict=True):
                     path = each.paths[end] * share
-                    if path >= LEAST:
+                    if path * self.num_guesses >= LEAST:
                         each.draft.add(end, token, int(share * PROBABILITY_STEPS))
                         each.paths.append(path)
 
@@ -243,7 +243,7 @@ class Guesser:
         """The guesses after `ends` that the head follows, the best ones."""
         new = [guess for guess, parent in enumerate(each.draft.parents) if parent in ends and guess]
         best = sorted(new, key=lambda guess: -each.paths[guess])[: self.num_guesses // FOLLOWED]
-        chosen = sorted(guess for guess in best if each.paths[guess] >= 2 * LEAST)
+        chosen = sorted(guess for guess in best if each.paths[guess] * self.num_guesses >= 2 * LEAST)
         each.entries += chosen
         return chosen
 
