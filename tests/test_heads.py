@@ -36,6 +36,7 @@ from lpr.model.heads.read import OWN_FILE, make_head, read_head
 from lpr.model.kv_cache import CACHE_ARGUMENTS, passed
 from lpr.model.loader import Loaded, wrap
 from lpr.model.paged_cache import PagedCache
+from lpr.model.step_inputs import Row
 
 PROMPTS = [[(7 * i + 3 * j * j + j) % 97 for j in range(6 + 20 * (i % 2))] for i in range(4)]
 PARAMS = [SamplingParams(max_new_tokens=40, temperature=0.9 * (i % 2), seed=i) for i in range(len(PROMPTS))]
@@ -456,10 +457,20 @@ def test_a_larger_tree_has_more_guesses(
     engine.generate(PROMPTS[:2], PARAMS[:2])
     sizes = [len(draft.tokens) - 1 for _, draft in guessed]
     assert most // 3 < max(sizes) <= most
-    for _, draft in guessed:
-        assert all(parent < guess for guess, parent in enumerate(draft.parents))
     engine.configure(replace(DECODE, trie_nodes="auto", window_size="auto"))
     assert engine.sizes.num_guesses == guesser.num_guesses == 48
+
+
+def test_the_likeliest_guesses_are_kept_with_those_that_they_follow() -> None:
+    growing = guesses._Growing(Chain(Row.chain(0, 0, [1], 0), [0], [2], None))
+    for parent, token, path in ((0, 10, 0.5), (0, 11, 0.1), (1, 12, 0.5), (2, 13, 0.05), (3, 14, 0.2), (3, 15, 0.3)):
+        growing.draft.add(parent, token, token)
+        growing.paths.append(path)
+    kept = growing.best(4)
+    assert (
+        kept.tokens == [-1, 10, 12, 14, 15] and kept.parents == [-1, 0, 1, 2, 2] and kept.steps == [0, 10, 12, 14, 15]
+    )
+    assert growing.best(6) is growing.draft
 
 
 def test_a_head_rests_where_steps_without_it_are_faster() -> None:
