@@ -58,7 +58,7 @@ AHEAD_FROM = (0.0, 0.25, 0.5, 0.8)
 KINDS = (0.0, 0.8, 0.8, 1.0)
 """Temperatures of the texts, by turns; a prompt has the next one when all have had theirs."""
 MOST_HELD_OUT = 40
-"""Texts that are held out: the last ones."""
+"""Texts that are held out, the last ones, with their prompts."""
 PROMPT_PART = 0.25
 """Part of the prompts' tokens that counts as the written ones do."""
 MOST_COMPARED = 2048
@@ -266,7 +266,7 @@ def main() -> None:
         engine = writer_of(given.model, "bfloat16" if given.bfloat16 else "float32")
         prompts = [prompt for name in given.prompts for prompt in prompts_of(name, tokenizer)]
         made = [text for folder in given.sources for text in skeletons(folder)]
-        made += invented(engine, tokenizer, given.invented)
+        made += invented(engine, tokenizer, given.invented) if given.invented else []
         prompts += [encoded(text, tokenizer) for text in made]
         keep_texts(write_texts(engine, asked_of(prompts, given.new_tokens), given.writing_minutes), kept)
         engine.close()
@@ -306,7 +306,9 @@ def main() -> None:
             print(f"held out: divergence {there[0]}, equal {there[1]}", flush=True)
             save(head, out, stored_as, vocabulary)
 
-    batches = batches_of(model, texts[:-num_held_out], given.batch, given.length, 0)
+    known = {tuple(text.ids[: text.num_prompt].tolist()) for text in texts[-num_held_out:]}
+    others = [text for text in texts if tuple(text.ids[: text.num_prompt].tolist()) not in known]
+    batches = batches_of(model, others, given.batch, given.length, 0)
     train(model, head, batches, progress, given.learning_rate, report, given.bfloat16)
     save(head, out, stored_as, vocabulary)
 
