@@ -198,9 +198,12 @@ def train(
 
 
 def commonest(texts: Sequence[Text], vocab_size: int, count: int) -> Tensor:
-    """The ids of the `count` commonest tokens of texts, ascending."""
-    counts = torch.bincount(torch.cat([text.ids for text in texts]), minlength=vocab_size)
-    return counts.topk(min(count, vocab_size)).indices.sort().values
+    """The ids of the `count` tokens that a model has written most often, ascending.
+
+    Of tokens that are equally rare those of lower ids are taken: a tokenizer merges the commonest pairs first.
+    """
+    counts = torch.bincount(torch.cat([text.ids[text.num_prompt :] for text in texts]), minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def batches_of(model: PreTrainedModel, texts: Sequence[Text], size: int, length: int, seed: int) -> Iterator[Batch]:

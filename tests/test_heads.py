@@ -22,7 +22,7 @@ from dev import families
 from dev.family_table import FAMILIES
 from dev.head_gain import TextGuesser
 from dev.head_texts import Text, skeletons, write_texts
-from dev.train_head import asked_of, batches_of, first_tensors, outputs, save, train
+from dev.train_head import asked_of, batches_of, commonest, first_tensors, outputs, save, train
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.heads import HeadDraft, read_block
@@ -415,6 +415,11 @@ def test_tokens_by_chance_stand_for_all_the_rest(loaded: Loaded, monkeypatch: py
     batch = next(batches_of(loaded.model, [text], 2, 8, 0))
     assert batch.tokens.unique().numel() == len(batch.tokens) < 97
     assert batch.rest.exp().sum().item() == pytest.approx(97)
+
+
+def test_a_draft_vocabulary_has_what_the_model_writes() -> None:
+    text = Text(torch.tensor([9, 9, 9, 9, 5, 5, 8]), 4, torch.zeros(7, 1))
+    assert commonest([text, text], 97, 4).tolist() == [0, 1, 5, 8], "not the prompt's; of the rest low ids"
 
 
 def test_a_wrong_choice_is_named() -> None:
