@@ -15,8 +15,8 @@ from typing import Any
 
 DOCS = Path(__file__).parent.parent / "docs"
 TRACE, PICTURE = DOCS / "trace.html", DOCS / "images" / "step.svg"
-STEP = 11
-"""Its accepted path leads through three sources and two ranks."""
+STEP = 14
+"""Its accepted path leads through two sources and two ranks."""
 COLUMN, ROW, WIDTH, HEIGHT = 132, 30, 100, 22
 LEFT, TOP = 24, 96
 STYLE = """
@@ -27,13 +27,13 @@ STYLE = """
   .edge { fill: none; stroke: #8c959f; stroke-width: 1.2 } .taken { stroke: #1a7f37; stroke-width: 4 }
   rect.node { stroke: #57606a; stroke-width: 1 } rect.accepted { stroke: #1a7f37; stroke-width: 3 }
   rect.other { stroke-dasharray: 5 3 }
-  .root { fill: #eaeef2 } .window { fill: #ffd8b5 } .pool { fill: #c2e0ff } .trie { fill: #e2d3fb }
+  .root { fill: #eaeef2 } .window { fill: #ffd8b5 } .recycled { fill: #c2e0ff } .trie { fill: #e2d3fb }
   .bonus { fill: #b7efc5 }
   @media (prefers-color-scheme: dark) {
     .panel { fill: #0d1117; stroke: #3d444d } text { fill: #f0f6fc } .note { fill: #9da7b3 }
     .edge { stroke: #656c76 } .taken, rect.accepted { stroke: #3fb950 } rect.node { stroke: #9198a1 }
     rect.accepted { stroke: #3fb950 }
-    .root { fill: #2a313c } .window { fill: #6b3a12 } .pool { fill: #14406e } .trie { fill: #4a2f7d }
+    .root { fill: #2a313c } .window { fill: #6b3a12 } .recycled { fill: #14406e } .trie { fill: #4a2f7d }
     .bonus { fill: #14532a }
   }
 """
@@ -52,7 +52,7 @@ def shown(text: str) -> str:
     """A token with visible white space."""
     if len(text) > 3 and not text.strip(" "):
         return f"{len(text)} spaces"
-    return text.replace(" ", "\u00b7").replace("\n", "\\n")
+    return text.replace(" ", "\u00b7").replace("\n", "\\n").replace("<|endoftext|>", "end of text")
 
 
 def rows_of(parents: list[int], path: list[int]) -> list[float]:
@@ -106,8 +106,7 @@ def picture(data: dict[str, Any]) -> str:
     lines.append(box(end, shown(names[str(step["next"][path[-1]])]), ["bonus", "accepted"]))
     lines.append(
         f'<text class="note" x="{LEFT}" y="{height - 18}">Committed by this step: '
-        f'<tspan font-family="monospace">{escape(shown(emitted.strip(" ")))}</tspan> after eight spaces; '
-        "every other node is dropped.</text>"
+        f'<tspan font-family="monospace">{escape(shown(emitted))}</tspan>; every other node is dropped.</text>'
     )
     return "\n".join([*lines, "</svg>", ""])
 
@@ -116,7 +115,7 @@ def legend() -> list[str]:
     """The legend of fills and borders."""
     parts, x = [], LEFT
     for kind, text in (
-        ("root", "last committed token"), ("window", "Jacobi window"), ("pool", "n-gram pool"), ("trie", "trie"),
+        ("root", "last committed token"), ("window", "Jacobi window"), ("trie", "trie"), ("recycled", "recycled"),
         ("bonus", "bonus token"), ("accepted panel", "accepted"), ("other panel", "owned by rank 1"),
     ):  # fmt: skip
         parts.append(f'<rect class="node {kind}" x="{x}" y="52" width="26" height="16" rx="4"/>')
