@@ -53,8 +53,9 @@ def grid(sizes: Sequence[int], has_head: bool = False) -> dict[str, DecodeConfig
         if size >= 32:
             decodes[f"both {size}"] = split_budget("both", size)
     if has_head:
-        without = {name: replace(each, draft_heads="off") for name, each in decodes.items() if name != PLAIN}
-        decodes |= {f"{name}, no head": each for name, each in without.items()}
+        drafting = {name: each for name, each in decodes.items() if name != PLAIN}
+        decodes |= {name: replace(each, draft_heads="on") for name, each in drafting.items()}
+        decodes |= {f"{name}, no head": replace(each, draft_heads="off") for name, each in drafting.items()}
     return decodes
 
 

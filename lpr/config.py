@@ -107,8 +107,8 @@ class DecodeConfig:
     """k: most likely next tokens kept per evaluated node, recycled as drafts. 0 switches recycling off."""
     draft_heads: Literal["auto", "on", "off"] = "auto"
     """Draft also from the multi-token-prediction head of a checkpoint that has one; trie drafts must be on, and --tp
-    off. auto: on a CPU. on: also on a GPU, where heads have not been run yet and rule out compiling; an error without a
-    head that works."""
+    off. auto: on a CPU, if sizes are fixed. on: also if they are automatic, and on a GPU, where heads have not been run
+    yet and rule out compiling; an error without a head that works."""
     trie_capacity: Count = 1_000_000
     """Tokens that the trie shared between requests remembers; the oldest outputs are forgotten first."""
     max_batch_size: Count = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -422,6 +423,28 @@ def test_a_draft_vocabulary_has_what_the_model_writes() -> None:
     assert commonest([text, text], 97, 4).tolist() == [0, 1, 5, 8], "not the prompt's; of the rest low ids"
 
 
+def test_automatic_sizes_use_a_head_if_asked_and_do_not_count_its_time(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = DecodeConfig(max_batch_size=1, max_length=96)
+    engine = Engine(loaded, decode)
+    assert engine.sizes.num_guesses == 0
+    engine.configure(replace(decode, draft_heads="on"))
+    replica, guesser = engine.replica, engine.model.guesser
+    assert engine.sizes.num_guesses == 48 and replica.pace is not None and guesser is not None
+    guess, of_sizer, of_pace = guesser.guess, list[float](), list[float]()
+
+    def slow(*args: Any) -> list[HeadDraft]:
+        time.sleep(0.2)
+        return guess(*args)
+
+    monkeypatch.setattr(guesser, "guess", slow)
+    monkeypatch.setattr(replica.sizer, "observe", lambda batch, outcomes, ms: of_sizer.append(ms))
+    monkeypatch.setattr(replica.pace, "observe", lambda outcomes, ms: of_pace.append(ms))
+    engine.generate(PROMPTS[:1], [replace(PARAMS[0], max_new_tokens=8)])
+    assert of_pace and all(whole - ms >= 200 for whole, ms in zip(of_pace, of_sizer, strict=True))
+
+
 def test_a_wrong_choice_is_named() -> None:
     with pytest.raises(InputError, match="draft_heads='yes' must be auto or on or off"):
         DecodeConfig(draft_heads="yes")  # type: ignore[arg-type]
@@ -462,7 +485,7 @@ def test_a_larger_tree_has_more_guesses(
     engine.generate(PROMPTS[:2], PARAMS[:2])
     sizes = [len(draft.tokens) - 1 for _, draft in guessed]
     assert most // 3 < max(sizes) <= most
-    engine.configure(replace(DECODE, trie_nodes="auto", window_size="auto"))
+    engine.configure(replace(DECODE, trie_nodes="auto", window_size="auto", draft_heads="on"))
     assert engine.sizes.num_guesses == guesser.num_guesses == 48
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from lpr.engine.request import Outcome
 
-TRIAL = 32
+TRIAL = 16
 """Steps of a trial."""
 FIRST_STAY, LONGEST_STAY = 64, 1024
 """Steps of what was faster until the other is tried again, twice as many after each trial that it loses."""

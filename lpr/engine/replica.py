@@ -79,7 +79,7 @@ class Replica:
         self.sizer = Sizer(TreeSizes(), None, comm)
         self.pace: Pace | None = None
         """Lets a prediction head rest, where sizes are automatic."""
-        self._timed: tuple[Sequence[Request], Sequence[Outcome], float] | None = None
+        self._timed: tuple[Sequence[Request], Sequence[Outcome], float, float] | None = None
         """The last step and its milliseconds, until the sizer has seen it."""
         self.model, self.like, given = prepare(loaded, decode, options, comm)
         self.start_times = StartTimes(given, comm)
@@ -153,7 +153,7 @@ class Replica:
     def run(self, schedule: Schedule[Request], num_command_bytes: int) -> StepResult:
         """Take the scheduled step, whose header announces `num_command_bytes` on the driver."""
         began, captures = time.perf_counter(), self.model.num_captures
-        self.new_times = None
+        self.new_times, self.model.guess_ms = None, 0.0
         self.hooks.begin_step()
         begun = {request.admission for request in schedule.decoding}
         waiting = [request for request in self.scheduler.running if request.admission not in begun]
@@ -168,18 +168,20 @@ class Replica:
             self.sizer.end_step(num_entries)
         self.scheduler.pass_step(schedule, num_entries)
         if result.outcomes and not schedule.filling and captures == self.model.num_captures:
-            self._timed = schedule.decoding, result.outcomes, (time.perf_counter() - began) * 1e3
+            self._timed = schedule.decoding, result.outcomes, (time.perf_counter() - began) * 1e3, self.model.guess_ms
         return result
 
     def catch_up(self) -> None:
         """Finish what the last step left, while the device works: nothing that decides what comes next."""
         if self._timed is not None:
+            batch, outcomes, ms, guess_ms = self._timed
             if self.pace is not None:
-                self.pace.observe(*self._timed[1:])
+                self.pace.observe(outcomes, ms)
                 self.model.rests = self.pace.rests
                 if self.model.guesser is not None:
                     self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)
-            self.new_times, self._timed = self.sizer.observe(*self._timed), None
+            # A head takes its time whatever the tree is: counted as the nodes' it would make all of them dearer.
+            self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
         for request in self.scheduler.running:
             request.write()
             request.stats.count_nodes()
@@ -257,10 +259,12 @@ class Replica:
                 sizes = resolve_sizes(decode, times, num_ranks)
                 if decode.draft_heads == "on" and self.model.guesser is None:
                     raise InputError("draft_heads='on', but this engine has no prediction head that works")
-                if self.model.guesser is not None and decode.draft_heads != "off" and sizes.trie_nodes:
+                # In seconds heads did not pay beside automatic sizes, where that was measured (docs/results.md).
+                guesses = decode.draft_heads == "on" or (decode.draft_heads == "auto" and not decode.adaptive)
+                if self.model.guesser is not None and guesses and sizes.trie_nodes:
                     # Automatic sizes seldom spend their limit, and each guess that is followed takes time.
-                    guesses = num_guesses(0 if decode.adaptive else sizes.trie_nodes)
-                    sizes, self.model.guesser.num_guesses = replace(sizes, num_guesses=guesses), guesses
+                    most = num_guesses(0 if decode.adaptive else sizes.trie_nodes)
+                    sizes, self.model.guesser.num_guesses = replace(sizes, num_guesses=most), most
                 self._set_up(decode, sizes, times, self.comm, keep_drafts)
                 return
             except MeshChangedError:  # on all survivors alike, which begin again

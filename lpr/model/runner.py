@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +83,8 @@ class TreeModel:
         """Runs the model's prediction head, once `use_head` has found that it works."""
         self.rests = False
         """True while the head guesses nothing, and follows the text late."""
+        self.guess_ms = 0.0
+        """Milliseconds of `guess` since this was set to 0."""
         self.cache: KVCache | None = None
         self.forward: EagerForward | None = None
         """The strategy that evaluates steps; chosen by `allocate`."""
@@ -133,10 +136,13 @@ class TreeModel:
     def guess(self, chains: Sequence[Chain]) -> list[HeadDraft]:
         """Let the head follow `chains` of the last step's rows, and guess what comes after them; [] while it rests."""
         assert self.guesser is not None and self.forward is not None and self.cache is not None
+        began, drafts = time.perf_counter(), list[HeadDraft]()
         if self.rests:
             self.guesser.rest(chains, self.forward.hidden, self.cache)
-            return []
-        return self.guesser.guess(chains, self.forward.hidden, self.cache)
+        else:
+            drafts = self.guesser.guess(chains, self.forward.hidden, self.cache)
+        self.guess_ms += (time.perf_counter() - began) * 1e3
+        return drafts
 
     def free_bytes(self, num_sharing: int) -> int | None:
         """Bytes for the cache on this rank's device, which `num_sharing` ranks share; None: unknown."""

@@ -195,7 +195,8 @@ class Guesser:
             logits = self.lm_head(torch.stack(last))
             self._add(active, ends, logits, depth)
             if depth:
-                self.forward_ms += FORWARD_MEMORY * ((time.perf_counter() - began) * 1e3 - self.forward_ms)
+                took = (time.perf_counter() - began) * 1e3
+                self.forward_ms += (FORWARD_MEMORY if self.forward_ms else 1.0) * (took - self.forward_ms)
             if depth == DEPTH - 1:
                 break
             ends = {id(each): self._follow(each, ends[id(each)]) for each in active}
