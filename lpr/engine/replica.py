@@ -260,8 +260,8 @@ class Replica:
                 if decode.draft_heads == "on" and self.model.guesser is None:
                     raise InputError("draft_heads='on', but this engine has no prediction head that works")
                 # In seconds heads did not pay beside automatic sizes, where that was measured (docs/results.md).
-                guesses = decode.draft_heads == "on" or (decode.draft_heads == "auto" and not decode.adaptive)
-                if self.model.guesser is not None and guesses and sizes.trie_nodes:
+                with_head = decode.draft_heads == "on" or (decode.draft_heads == "auto" and not decode.adaptive)
+                if self.model.guesser is not None and with_head and sizes.trie_nodes:
                     # Automatic sizes seldom spend their limit, and each guess that is followed takes time.
                     most = num_guesses(0 if decode.adaptive else sizes.trie_nodes)
                     sizes, self.model.guesser.num_guesses = replace(sizes, num_guesses=most), most
