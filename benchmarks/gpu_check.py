@@ -44,12 +44,12 @@ from tests.prompts import PROMPTS
 BUDGETS = {
     "environment": 5, "bandwidth": 5, "build": 35, "transformers": 15, "default": 30, "t(n)": 75,
     "end_to_end:codellama-7b": 40, "profile": 10, "kernels": 30, "correctness": 60, "exact": 60, "sampling": 20,
-    "end_to_end": 40, "host_share": 20, "ranks": 40, "killed": 90, "hybrid": 40, "attention": 45,
+    "end_to_end": 35, "host_share": 10, "many": 30, "ranks": 40, "killed": 90, "hybrid": 40, "attention": 45,
     "compiled": 200,
 }  # fmt: skip
 """Seconds of a section on a GPU, by its name or the part before a colon, with room: on an H200 `t(n)` took 37 and
 `default` 4, and the kernels' compilation most of `kernels` and `correctness`. On one GPU the sections
-up to `host_share` fit in 8 minutes; those of several GPUs have 8 more; the others take the remaining time."""
+up to `many` fit in 8 minutes; those of several GPUs have 8 more; the others take the remaining time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +268,7 @@ def check(report: Report, sizes: parts.Sizes, several_minutes: float = 8.0) -> N
     report.run("sampling", lambda: kernels.choices(sizes))
     report.run("end_to_end", lambda: parts.end_to_end(sizes, prompts))
     report.run("host_share", lambda: parts.host_share(sizes, prompts[-1]))
+    report.run("many", lambda: parts.many_requests(sizes, prompts))
     several_gpus(report, sizes, expected, torch.cuda.device_count() if on_gpu else 2, several_minutes)
     for name in names[1:][::-1]:  # the largest first
         large_model(report, name, sizes, bytes_per_s)

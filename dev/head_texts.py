@@ -1,6 +1,7 @@
-"""Texts that a head learns from: written by its model, with the hidden states that the writing engine computes anyway.
+"""Texts that a head learns from: written by its model, with its hidden states.
 
-On a CPU a token of a batch costs as much when it is written as when it is read, so no text of others is read.
+On a CPU a token of a batch costs as much when it is written as when it is read: no text of others is read, and the
+writing engine's own hidden states are kept. On a GPU reading takes a hundredth of writing, so it comes afterwards.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.engine.options import EngineOptions
@@ -24,10 +27,12 @@ from lpr.model.step_inputs import Row
 
 MOST_TOKENS = 1024
 """Of a prompt."""
-TOGETHER = 32
+TOGETHER = {"cpu": 32, "cuda": 256}
 """Texts written at a time: more rows make a product cheaper for each."""
-GROUP = 400
+GROUP = {"cpu": 400, "cuda": 2560}
 """Texts between two looks at the clock; the last ones of a group are written by a batch that is no longer full."""
+READ_TOKENS = 1 << 15
+"""Of texts that are read at a time, padding included."""
 SKELETON = (300, 1600)
 """Characters of the shortest and the longest skeleton of a class."""
 
@@ -39,7 +44,7 @@ class Text:
     ids: Tensor
     """[T]."""
     num_prompt: int
-    states: Tensor
+    states: Tensor | None = None
     """[T, H]: the model's last hidden states, in half precision; they are the same in every epoch."""
     temperature: float = 0.0
     seed: int = 0
@@ -98,10 +103,10 @@ class KeptStates:
         return {tuple(tokens): self._states[places] for tokens, places in self._sequences}
 
 
-def writer_of(model: str, dtype: str) -> Engine:
+def writer_of(model: str, dtype: str, device: str = "cpu") -> Engine:
     """An engine that writes texts for `write_texts`: trees would not pay where products are what takes the time."""
-    decode = DecodeConfig.autoregressive(max_batch_size=TOGETHER, num_candidates=0)
-    return Engine.from_pretrained(model, decode, EngineOptions(prefix_reuse=False), dtype=dtype)
+    decode = DecodeConfig.autoregressive(max_batch_size=TOGETHER[device], num_candidates=0)
+    return Engine.from_pretrained(model, decode, EngineOptions(prefix_reuse=False), dtype=dtype, device=device)
 
 
 def write_texts(
@@ -109,16 +114,20 @@ def write_texts(
 ) -> list[Text]:
     """What an engine of `writer_of` writes after each prompt, until `minutes` are over.
 
-    The last token, which nothing follows, is left out.
+    The last token, which nothing follows, is left out. Only on a CPU the texts have their states.
     """
-    found, began, rest, kept = list[Text](), time.monotonic(), iter(asked), KeptStates(engine)
-    while group := list(islice(rest, GROUP)):
-        kept.begin(sum(len(prompt) + each.max_new_tokens for prompt, each in group))
+    device = engine.model.device.type
+    found, began, rest = list[Text](), time.monotonic(), iter(asked)
+    kept = KeptStates(engine) if device == "cpu" else None
+    while group := list(islice(rest, GROUP[device])):
+        if kept:
+            kept.begin(sum(len(prompt) + each.max_new_tokens for prompt, each in group))
         done = engine.generate([prompt for prompt, _ in group], [each for _, each in group])
-        states = kept.states()
+        states = kept.states() if kept else {}
         for (prompt, each), completion in zip(group, done, strict=True):
             ids = (prompt + completion.token_ids)[:-1]
-            found.append(Text(torch.tensor(ids), len(prompt), states[tuple(ids)], each.temperature, each.seed or 0))
+            place = torch.tensor(ids), len(prompt), states.get(tuple(ids))
+            found.append(Text(*place, each.temperature, each.seed or 0))
         passed = (time.monotonic() - began) / 60
         written = sum(len(text.ids) - text.num_prompt for text in found)
         print(f"{passed:.1f} min: {len(found)} texts, {written} tokens written", flush=True)
@@ -127,9 +136,24 @@ def write_texts(
     return found
 
 
+@torch.no_grad()
+def read_texts(model: PreTrainedModel, texts: Sequence[Text]) -> None:
+    """Give `texts` the hidden states of `model`, which reads those of like lengths together, on its own device."""
+    decoder, rest = model.get_decoder(), sorted(texts, key=lambda text: len(text.ids))
+    while rest:
+        number = max(1, READ_TOKENS // len(rest[-1].ids))
+        together, rest = rest[-number:], rest[:-number]
+        ids = pad_sequence([text.ids for text in together], batch_first=True)  # what follows a text, it does not see
+        states = decoder(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.half()
+        for text, state in zip(together, states, strict=True):
+            text.states = state[: len(text.ids)].clone()
+
+
 def keep_texts(texts: Sequence[Text], path: Path) -> None:
-    """Write texts to a file."""
-    parts = {"ids": torch.cat([text.ids for text in texts]), "states": torch.cat([text.states for text in texts])}
+    """Write texts to a file, with their states if they have any."""
+    parts = {"ids": torch.cat([text.ids for text in texts]).int()}
+    if states := [text.states for text in texts if text.states is not None]:
+        parts["states"] = torch.cat(states)
     parts["facts"] = torch.tensor([(len(each.ids), each.num_prompt, each.temperature, each.seed) for each in texts])
     save_file(parts, path)
 
@@ -138,7 +162,9 @@ def kept_texts(path: Path) -> list[Text]:
     """The texts of a file of `keep_texts`."""
     parts = load_file(path)
     lengths, prompts, temperatures, seeds = parts["facts"].T.tolist()
-    pieces = [parts[name].split([int(each) for each in lengths]) for name in ("ids", "states")]
+    sizes = [int(each) for each in lengths]
+    states = parts["states"].split(sizes) if "states" in parts else [None] * len(sizes)
+    pieces = [parts["ids"].long().split(sizes), states]
     return [
         Text(ids, int(num_prompt), states, round(temperature, 4), int(seed))
         for ids, num_prompt, states, temperature, seed in zip(

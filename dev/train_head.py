@@ -39,6 +39,7 @@ from dev.head_texts import (
     keep_texts,
     kept_texts,
     prompts_of,
+    read_texts,
     skeletons,
     write_texts,
     writer_of,
@@ -75,7 +76,7 @@ def first_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     decoder: Any = model.get_decoder()
     size, norm = model.config.hidden_size, decoder.norm.weight.detach().float()
     ids = torch.randint(0, model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(0))
-    states = decoder(input_ids=ids, output_hidden_states=True).hidden_states[-2].float()
+    states = decoder(input_ids=ids.to(model.device), output_hidden_states=True).hidden_states[-2].float()
     scale = states.pow(2).mean(-1).sqrt().median()  # some models have a first token of extreme states
     made = {name: each.detach().float().clone() for name, each in decoder.layers[-1].state_dict().items()}
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
@@ -153,18 +154,18 @@ def outputs(head: DraftHead, embeddings: Tensor, hidden: Tensor, num_ahead: int)
 
 def losses(
     model: PreTrainedModel, head: DraftHead, batch: Batch, num_ahead: int = STEPS_AHEAD
-) -> tuple[list[Tensor], list[float]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """Per token ahead the mean divergence of a batch where its mask is true, and the share of equal argmax."""
     weight: Tensor = model.get_output_embeddings().weight[batch.tokens]  # type: ignore[index]
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with torch.no_grad(), torch.autocast(batch.ids.device.type, enabled=False):
         wanted = (batch.hidden[batch.mask] @ weight.T + batch.rest).log_softmax(-1)
         embeddings = model.get_input_embeddings()(batch.ids)
-    found, equal, rows = [], [], (batch.mask.flatten().cumsum(0) - 1).view_as(batch.ids)
+    found, equal, rows = list[Tensor](), list[Tensor](), (batch.mask.flatten().cumsum(0) - 1).view_as(batch.ids)
     for ahead, state in enumerate(outputs(head, embeddings, batch.hidden, num_ahead), 1):
         counted = batch.mask[:, ahead:]
         logits, target = state[counted] @ weight.T + batch.rest, wanted[rows[:, ahead:][counted]]
         found.append(F.kl_div(logits.log_softmax(-1), target, reduction="batchmean", log_target=True))
-        equal.append((logits.argmax(-1) == target.argmax(-1)).float().mean().item())
+        equal.append((logits.argmax(-1) == target.argmax(-1)).float().mean())
     return found, equal
 
 
@@ -186,14 +187,15 @@ def train(
         rate = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * rate
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            found, equal = losses(model, head, next(batches), sum(done >= begin for begin in AHEAD_FROM))
+        batch = next(batches)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=half):
+            found, equal = losses(model, head, batch, sum(done >= begin for begin in AHEAD_FROM))
         optimizer.zero_grad()
         torch.stack([each * weight for each, weight in zip(found, weights, strict=False)]).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         step += 1
-        report(step, [each.item() for each in found], equal)
+        report(step, found, equal)
     head.eval().requires_grad_(False)
 
 
@@ -206,29 +208,40 @@ def commonest(texts: Sequence[Text], vocab_size: int, count: int) -> Tensor:
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def batches_of(model: PreTrainedModel, texts: Sequence[Text], size: int, length: int, seed: int) -> Iterator[Batch]:
-    """Pieces of texts that end in what the model has written."""
-    generator = torch.Generator().manual_seed(seed)
-    vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,index,arg-type]
-    common = commonest(texts, vocab_size, MOST_COMPARED)
+def batches_of(
+    texts: Sequence[Text], vocab_size: int, size: int, length: int, seed: int, most_compared: int = MOST_COMPARED
+) -> Iterator[Batch]:
+    """Pieces of texts that end in what the model has written, where the texts' states are."""
+    generator, device = torch.Generator().manual_seed(seed), some(texts[0].states).device
+    common = commonest(texts, vocab_size, most_compared)
+    all_ids, states = torch.cat([text.ids for text in texts]), torch.cat([some(text.states) for text in texts])
+    lengths, prompts = torch.tensor([(len(text.ids), text.num_prompt) for text in texts]).T
+    begins, steps = lengths.cumsum(0) - lengths, torch.arange(length)
     while True:
-        ids, mask = torch.zeros(size, length, dtype=torch.long), torch.zeros(size, length, dtype=torch.bool)
-        hidden = torch.zeros(size, length, texts[0].states.shape[1])
-        for row, choice in enumerate(torch.randint(len(texts), (size,), generator=generator).tolist()):
-            text = texts[choice]
-            middle = (text.num_prompt + len(text.ids)) // 2
-            end = int(torch.randint(middle, len(text.ids) + 1, (1,), generator=generator))
-            begin = max(0, end - length)
-            ids[row, : end - begin], hidden[row, : end - begin] = text.ids[begin:end], text.states[begin:end].float()
-            mask[row, : end - begin] = torch.rand(end - begin, generator=generator) < PROMPT_PART
-            mask[row, max(0, text.num_prompt - 1 - begin) : end - begin] = True
+        chosen = torch.randint(len(texts), (size,), generator=generator)
+        total, prompt = lengths[chosen], prompts[chosen]
+        middle = (prompt + total) // 2
+        end = middle + (torch.rand(size, generator=generator) * (total + 1 - middle)).long()
+        begin = (end - length).clamp(min=0)
+        valid = steps < (end - begin)[:, None]
+        places = (begins[chosen] + begin)[:, None] + steps.where(valid, 0)
+        ids = all_ids[places].where(valid, 0)
+        mask = (torch.rand(size, length, generator=generator) < PROMPT_PART) & valid
+        mask |= (steps >= (prompt - 1 - begin)[:, None]) & valid
         tokens = torch.cat([common, ids.flatten()]).unique()
-        others = torch.randperm(vocab_size, generator=generator)
-        others = others[~torch.isin(others, tokens)]
-        chosen = others[: MOST_COMPARED // 2]
-        rest = torch.zeros(len(tokens) + len(chosen))
-        rest[len(tokens) :] = math.log(max(1, len(others)) / max(1, len(chosen)))
-        yield Batch(ids, mask, hidden, torch.cat([tokens, chosen]), rest)
+        is_other = torch.ones(vocab_size, dtype=torch.bool).index_fill_(0, tokens, False)
+        others = is_other.nonzero()[:, 0]
+        picked = others[torch.randperm(len(others), generator=generator)[: most_compared // 2]]
+        rest = torch.zeros(len(tokens) + len(picked))
+        rest[len(tokens) :] = math.log(max(1, len(others)) / max(1, len(picked)))
+        hidden = states[places.to(device)].float() * valid.to(device)[..., None]
+        yield Batch(*(each.to(device) for each in (ids, mask, hidden, torch.cat([tokens, picked]), rest)))
+
+
+def some(states: Tensor | None) -> Tensor:
+    """States that are there."""
+    assert states is not None
+    return states
 
 
 def asked_of(prompts: Sequence[list[int]], new_tokens: int) -> Iterator[tuple[list[int], SamplingParams]]:
@@ -257,35 +270,41 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--save-minutes", type=float, default=5)
+    parser.add_argument("--compared", type=int, default=MOST_COMPARED, help="commonest tokens compared by themselves")
     parser.add_argument("--bfloat16", action="store_true", help="multiply in bfloat16: faster with AVX-512 BF16 or AMX")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--resume", action="store_true", help="begin with the file that --out names")
     given = parser.parse_args()
     transformers_logging.disable_progress_bar()
     out = given.out or Path(given.model) / OWN_FILE
     kept = given.texts or out.with_suffix(".texts.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     if not kept.exists():
         tokenizer = AutoTokenizer.from_pretrained(given.model)
-        engine = writer_of(given.model, "bfloat16" if given.bfloat16 else "float32")
+        engine = writer_of(given.model, "bfloat16" if given.bfloat16 else "float32", given.device)
         prompts = [prompt for name in given.prompts for prompt in prompts_of(name, tokenizer)]
         made = [text for folder in given.sources for text in skeletons(folder)]
         made += invented(engine, tokenizer, given.invented) if given.invented else []
         prompts += [encoded(text, tokenizer) for text in made]
         keep_texts(write_texts(engine, asked_of(prompts, given.new_tokens), given.writing_minutes), kept)
         engine.close()
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval().to(given.device)
     texts = kept_texts(kept)
+    if any(text.states is None for text in texts):
+        with torch.autocast(given.device, torch.bfloat16, enabled=given.bfloat16):
+            read_texts(model, texts)
     stored_as = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto").dtype
     prefix = DEEPSEEK.prefix.format(model.config.num_hidden_layers)
     tensors = first_tensors(model)
     if given.resume:
         tensors = {name.removeprefix(prefix): each.float() for name, each in load_file(out).items()}
         tensors.pop(DRAFT_VOCABULARY, None)
-    head = make_head(model, DEEPSEEK, tensors)
+    head = make_head(model, DEEPSEEK, tensors).to(given.device)
     limit, vocab_size = given.draft_vocabulary, model.config.vocab_size
     vocabulary = commonest(texts, vocab_size, limit) if 0 < limit < vocab_size else None
     num_held_out = min(MOST_HELD_OUT, max(1, len(texts) // 20))
-    held_out = next(batches_of(model, texts[-num_held_out:], given.batch, given.length, 1))
-    held_out.tokens, held_out.rest = torch.arange(model.config.vocab_size), torch.zeros(())  # all of them
+    held_out = next(batches_of(texts[-num_held_out:], vocab_size, given.batch, given.length, 1))
+    held_out.tokens = torch.arange(vocab_size, device=given.device)  # all of them
+    held_out.rest = torch.zeros((), device=given.device)
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     began = saved = shown = time.monotonic()
@@ -294,24 +313,24 @@ def main() -> None:
     def progress() -> float:
         return 1.0 if stopped else (time.monotonic() - began) / (60 * given.minutes)
 
-    def report(step: int, found: list[float], equal: list[float]) -> None:
+    def report(step: int, found: list[Tensor], equal: list[Tensor]) -> None:
         nonlocal saved, shown
         now = time.monotonic()
         if now - shown > 30:
             shown = now
-            line = " ".join(f"{each:.3f}" for each in found), " ".join(f"{each:.3f}" for each in equal)
+            line = [" ".join(f"{each.item():.3f}" for each in kind) for kind in (found, equal)]
             print(f"{(now - began) / 60:6.1f} min  step {step}  divergence {line[0]}  equal {line[1]}", flush=True)
         if now - saved > 60 * given.save_minutes:
             saved = now
             with torch.no_grad():
                 found_there, equal_there = losses(model, head, held_out)
-            there = [[round(each, 3) for each in kind] for kind in ([x.item() for x in found_there], equal_there)]
+            there = [[round(each.item(), 3) for each in kind] for kind in (found_there, equal_there)]
             print(f"held out: divergence {there[0]}, equal {there[1]}", flush=True)
             save(head, out, stored_as, vocabulary)
 
     known = {tuple(text.ids[: text.num_prompt].tolist()) for text in texts[-num_held_out:]}
     others = [text for text in texts if tuple(text.ids[: text.num_prompt].tolist()) not in known]
-    batches = batches_of(model, others, given.batch, given.length, 0)
+    batches = batches_of(others, vocab_size, given.batch, given.length, 0, given.compared)
     train(model, head, batches, progress, given.learning_rate, report, given.bfloat16)
     save(head, out, stored_as, vocabulary)
 

@@ -31,14 +31,14 @@ __all__ = ["gpu", "guard"]
 ROOT = Path(__file__).parent.parent
 SECTIONS = [
     "environment", "bandwidth", "build:tiny", "transformers:tiny", "t(n):tiny", "end_to_end:tiny", "profile:tiny",
-    "kernels", "correctness", "exact", "sampling", "end_to_end", "host_share", "ranks:2", "killed:2", "hybrid",
+    "kernels", "correctness", "exact", "sampling", "end_to_end", "host_share", "many", "ranks:2", "killed:2", "hybrid",
 ]  # fmt: skip
 
 
 ON_ONE_GPU = [
     "environment", "bandwidth", "build:tiny", "transformers:tiny", "default:tiny", "t(n):tiny", "end_to_end:tiny",
-    "profile:tiny", "kernels", "correctness", "sampling", "end_to_end", "host_share", "attention", "compiled:lpr",
-    "compiled:transformers",
+    "profile:tiny", "kernels", "correctness", "sampling", "end_to_end", "host_share", "many", "attention",
+    "compiled:lpr", "compiled:transformers",
 ]  # fmt: skip
 
 

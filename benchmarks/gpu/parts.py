@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,8 @@ class Sizes:
     chains: tuple[int, ...]
     """Nodes of the chains that trees are compared with."""
     copy_bytes: int
+    batches: tuple[int, ...]
+    """Numbers of requests that are decoded together."""
     num_prompts: int
     max_new_tokens: int
     dtype: torch.dtype
@@ -56,12 +58,13 @@ class Sizes:
         """CodeLlama 7B, 13B and 34B in bf16."""
         nodes = tuple(knot for knot in KNOTS if knot <= 512)
         shapes = {name: read_preset(name)["config"] for name in MODELS}
-        return cls(device, shapes, (512, 2048, 8192), nodes, (1, 8, 64, 256), (16, 64), 1 << 31, 8, 128, torch.bfloat16)
+        lengths, few, chains, batches = (512, 2048, 8192), (1, 8, 64, 256), (16, 64), (8, 64, 192)
+        return cls(device, shapes, lengths, nodes, few, chains, 1 << 31, batches, 8, 128, torch.bfloat16)
 
     @classmethod
     def tiny(cls, device: torch.device) -> Sizes:
         """For any machine, in seconds."""
-        return cls(device, {"tiny": TINY}, (32, 64), (1, 2, 8), (1, 8), (2, 8), 1 << 20, 2, 12, torch.float32)
+        return cls(device, {"tiny": TINY}, (32, 64), (1, 2, 8), (1, 8), (2, 8), 1 << 20, (3,), 2, 12, torch.float32)
 
 
 _listeners: list[Callable[[dict[str, Any]], None]] = []
@@ -225,6 +228,41 @@ def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
             name: round(statistics.median(part[name] for part in parts[2:]), 4) for name in parts[0]
         }
         measured(result)
+    return result
+
+
+def many_requests(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
+    """Median milliseconds of a step of many requests without drafts, and of one in which another request joins."""
+    result: dict[str, Any] = {}
+    for batch in sizes.batches:
+        decode = DecodeConfig.autoregressive(max_batch_size=batch, num_candidates=0)
+        engine = bundled(decode, sizes.device, dtype=sizes.dtype)
+        ids = [engine.encode(prompts[number % len(prompts)]) for number in range(batch)]
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(max_new_tokens=512, temperature=temperature, ignore_eos=True)
+            running = [engine.submit(each, replace(params, seed=seed)) for seed, each in enumerate(ids[1:])]
+            while any(request.stats.num_tokens < 2 for request in running):
+                engine.step()
+            decoding = median_ms(engine.step, sizes.device)
+            joined = []
+            for number in range(8):
+                newcomer = engine.submit([*ids[0], number], replace(params, max_new_tokens=2))
+                wait(sizes.device)
+                began = time.perf_counter()
+                engine.step()
+                wait(sizes.device)
+                joined.append((time.perf_counter() - began) * 1e3)
+                while newcomer.finish_reason is None:
+                    engine.step()
+            for request in running:
+                engine.abort(request)
+            result[f"{batch} requests, temperature {temperature}"] = {
+                "ms_per_step": round(decoding, 3),
+                "joined_ms": round(statistics.median(joined), 3),
+                "tokens_per_s": round((batch - 1) / decoding * 1e3, 1),
+            }
+            measured(result)
+        engine.close()
     return result
 
 

@@ -116,14 +116,31 @@ def step_times(facts: Json) -> list[Part]:
 
 
 def gpu_check(facts: Json) -> list[Part]:
-    """What a GPU's ids equal, and its step times, as far as they were measured."""
-    parts, correct = [], facts.get("sections", {}).get("correctness", {})
+    """What a GPU's ids and bits equal, tokens per second, and its step times, as far as they were measured."""
+    parts, found = [], facts.get("sections", {})
+    correct = found.get("correctness", {})
     forms = {form: correct[form]["equal_to_cpu"] for form in ("graphs", "eager") if form in correct}
     if forms:
         kinds = sorted({kind for equal in forms.values() for kind in equal})
         cells = [[form, *(f"{equal[kind]} of {correct['prompts']}" for kind in kinds)] for form, equal in forms.items()]
         words = f"{correct['prompts']} prompts x {correct['max_new_tokens']} tokens, float32, {facts['gpu']}"
         parts.append(Part(Table(f"ids equal to the CPU's: {words}", ["", *kinds], cells), [], "Ids on a GPU."))
+    if bits := found.get("exact", {}):
+        cells = [
+            [f"{mode}, {way}", "{outputs_that_differ} of {prompts}".format_map(each),
+             "{logits_that_differ} of {logits_compared}".format_map(each)]
+            for mode in ("usual", "exact") for way, each in bits.get(mode, {}).items()
+        ]  # fmt: skip
+        words = f"compared with plain decoding, {bits['dtype'].removeprefix('torch.')}, {facts['gpu']}"
+        parts.append(Part(Table(words, ["", "outputs that differ", "logits that differ"], cells), [], "Bits on a GPU."))
+    if rates := {name: each for name, each in found.get("end_to_end", {}).items() if isinstance(each, dict)}:
+        columns: dict[str, Column] = {
+            "": "{name}", "tokens/s": "{tokens_per_s:.0f}", "tokens/step": optional("{tokens_per_step:.2f}")
+        }  # fmt: skip
+        records = [{"name": name, **each} for name, each in rates.items()]
+        table = tabulate(f"the bundled model, one request at a time, {facts['gpu']}", records, columns)
+        bars = [(name, each["tokens_per_s"], f"{each['tokens_per_s']:.0f}") for name, each in rates.items()]
+        parts.append(Part(table, [Bars("", "tokens per second", bars)], "Tokens per second on a GPU."))
     if not parts or any(True for _ in _tables(facts)):
         parts += step_times(facts)
     return parts

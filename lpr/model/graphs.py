@@ -157,8 +157,10 @@ class GraphForward(EagerForward):
             self.hidden = {
                 row.slot: each[shape.num_entries - row.num_entries :] for row, each in zip(rows, states, strict=False)
             }
+        if all(row.num_results == rows[0].num_results for row in rows):  # no piece for each of many plain rows
+            return results[: len(rows), shape.num_entries - rows[0].num_results :].flatten(0, 1)
         parts = [each[shape.num_entries - row.num_results :] for each, row in zip(results, rows, strict=False)]
-        return parts[0] if len(rows) == 1 else torch.cat(parts)
+        return torch.cat(parts)
 
     def _place(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> None:
         shape.place(self._upload.words(shape.num_words), rows, selection, self.cache)
