@@ -1,7 +1,7 @@
 """Texts that a head learns from: written by its model, with its hidden states.
 
 On a CPU a token of a batch costs as much when it is written as when it is read: no text of others is read, and the
-writing engine's own hidden states are kept. On a GPU reading takes a hundredth of writing, so it comes afterwards.
+writing engine's own hidden states are kept. On a GPU (dev/gpu_texts.py) reading is the least, and comes afterwards.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ from lpr.model.step_inputs import Row
 
 MOST_TOKENS = 1024
 """Of a prompt."""
-TOGETHER = {"cpu": 32, "cuda": 256}
+KINDS = (0.0, 0.8, 0.8, 1.0)
+"""Temperatures of the texts, by turns; a prompt has the next one when all have had theirs."""
+TOGETHER = 32
 """Texts written at a time: more rows make a product cheaper for each."""
-GROUP = {"cpu": 400, "cuda": 2560}
+GROUP = 400
 """Texts between two looks at the clock; the last ones of a group are written by a batch that is no longer full."""
 READ_TOKENS = 1 << 15
 """Of texts that are read at a time, padding included."""
+INVENTED_TOKENS = 70
+"""Of an invented prompt, at most."""
 SKELETON = (300, 1600)
 """Characters of the shortest and the longest skeleton of a class."""
 
@@ -103,10 +107,10 @@ class KeptStates:
         return {tuple(tokens): self._states[places] for tokens, places in self._sequences}
 
 
-def writer_of(model: str, dtype: str, device: str = "cpu") -> Engine:
+def writer_of(model: str, dtype: str) -> Engine:
     """An engine that writes texts for `write_texts`: trees would not pay where products are what takes the time."""
-    decode = DecodeConfig.autoregressive(max_batch_size=TOGETHER[device], num_candidates=0)
-    return Engine.from_pretrained(model, decode, EngineOptions(prefix_reuse=False), dtype=dtype, device=device)
+    decode = DecodeConfig.autoregressive(max_batch_size=TOGETHER, num_candidates=0)
+    return Engine.from_pretrained(model, decode, EngineOptions(prefix_reuse=False), dtype=dtype)
 
 
 def write_texts(
@@ -114,20 +118,16 @@ def write_texts(
 ) -> list[Text]:
     """What an engine of `writer_of` writes after each prompt, until `minutes` are over.
 
-    The last token, which nothing follows, is left out. Only on a CPU the texts have their states.
+    The last token, which nothing follows, is left out.
     """
-    device = engine.model.device.type
-    found, began, rest = list[Text](), time.monotonic(), iter(asked)
-    kept = KeptStates(engine) if device == "cpu" else None
-    while group := list(islice(rest, GROUP[device])):
-        if kept:
-            kept.begin(sum(len(prompt) + each.max_new_tokens for prompt, each in group))
+    found, began, rest, kept = list[Text](), time.monotonic(), iter(asked), KeptStates(engine)
+    while group := list(islice(rest, GROUP)):
+        kept.begin(sum(len(prompt) + each.max_new_tokens for prompt, each in group))
         done = engine.generate([prompt for prompt, _ in group], [each for _, each in group])
-        states = kept.states() if kept else {}
+        states = kept.states()
         for (prompt, each), completion in zip(group, done, strict=True):
             ids = (prompt + completion.token_ids)[:-1]
-            place = torch.tensor(ids), len(prompt), states.get(tuple(ids))
-            found.append(Text(*place, each.temperature, each.seed or 0))
+            found.append(Text(torch.tensor(ids), len(prompt), states[tuple(ids)], each.temperature, each.seed or 0))
         passed = (time.monotonic() - began) / 60
         written = sum(len(text.ids) - text.num_prompt for text in found)
         print(f"{passed:.1f} min: {len(found)} texts, {written} tokens written", flush=True)
@@ -214,14 +214,22 @@ def skeletons(folder: Path) -> Iterator[str]:
                 yield text
 
 
-def invented(engine: Engine, tokenizer: Any, count: int) -> list[str]:
-    """Up to `count` prompts that a chat model writes itself: what it puts in a user's turn (Magpie, Xu et al. 2024)."""
+def user_turn(tokenizer: Any) -> list[int]:
+    """The ids of a chat up to a user's turn: a chat model goes on with a prompt (Magpie, Xu et al. 2024)."""
     mark = "PROMPT"
     chat = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
-    before = tokenizer(chat[: chat.index(mark)])["input_ids"]
-    how = [SamplingParams(max_new_tokens=70, temperature=0.9, seed=seed) for seed in range(count)]
-    done = engine.generate([before] * count, how)
-    texts = (
-        tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in done if each.finish_reason == "stop"
-    )
-    return list(dict.fromkeys(text.strip() for text in texts))
+    ids: list[int] = tokenizer(chat[: chat.index(mark)])["input_ids"]
+    return ids
+
+
+def invented(engine: Engine, tokenizer: Any, count: int) -> list[str]:
+    """Up to `count` prompts that a chat model writes itself."""
+    how = [SamplingParams(max_new_tokens=INVENTED_TOKENS, temperature=0.9, seed=seed) for seed in range(count)]
+    done = engine.generate([user_turn(tokenizer)] * count, how)
+    return whole_prompts([each.token_ids for each in done if each.finish_reason == "stop"], tokenizer)
+
+
+def whole_prompts(ended: Iterable[list[int]], tokenizer: Any) -> list[str]:
+    """The texts of user's turns that the model has ended, each once."""
+    texts = (tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in ended)
+    return [text for text in dict.fromkeys(texts) if text]

@@ -5,11 +5,11 @@ r"""Train a multi-token-prediction head for a frozen Llama-type model, by self-d
 
 The model writes texts after the prompts (`FILE:A-B` takes lines A to B, in the model's chat template if it has one),
 after skeletons of the classes below --sources and after prompts that it invents, some greedily, most of them sampled
-(dev/head_texts.py). They are kept beside --out, with their hidden states. The head learns the model's own distribution
-of the token after the next one, by the Kullback-Leibler divergence, and later, fed with its own output, that of the
-tokens after it (DeepSeek-V3, section 2.2; training on own outputs as in EAGLE-3, Li et al. 2025). It begins as a copy
-of the model's last layer. The file is written every few minutes, in the form of DeepSeek V3's keys: beside a
-checkpoint's weights lpr finds it there. `--resume` goes on from it. SIGTERM ends the training and writes the file.
+(dev/head_texts.py; with `--device cuda` dev/gpu_texts.py). They are kept beside --out. The head learns the model's own
+distribution of the token after the next one, by the Kullback-Leibler divergence, and later, fed with its own output,
+that of the tokens after it (DeepSeek-V3, section 2.2; training on own outputs as in EAGLE-3, Li et al. 2025).
+It begins as a copy of the model's last layer. The file is written every few minutes, in the form of DeepSeek V3's keys:
+beside a checkpoint's weights lpr finds it there. `--resume` goes on from it. SIGTERM ends the training and writes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from dev import gpu_texts
 from dev.head_texts import (
+    INVENTED_TOKENS,
+    KINDS,
     Text,
     encoded,
     invented,
@@ -41,6 +44,8 @@ from dev.head_texts import (
     prompts_of,
     read_texts,
     skeletons,
+    user_turn,
+    whole_prompts,
     write_texts,
     writer_of,
 )
@@ -56,8 +61,6 @@ DECAY = 0.7
 """Weight of each further one."""
 AHEAD_FROM = (0.0, 0.25, 0.5, 0.8)
 """Part of the training after which each of them is trained too: the first one matters most and costs least."""
-KINDS = (0.0, 0.8, 0.8, 1.0)
-"""Temperatures of the texts, by turns; a prompt has the next one when all have had theirs."""
 MOST_HELD_OUT = 40
 """Texts that are held out, the last ones, with their prompts."""
 PROMPT_PART = 0.25
@@ -253,6 +256,26 @@ def asked_of(prompts: Sequence[list[int]], new_tokens: int) -> Iterator[tuple[li
             yield prompts[place], SamplingParams(max_new_tokens=new_tokens, temperature=kind, seed=seed)
 
 
+def written_texts(given: argparse.Namespace) -> list[Text]:
+    """Texts of the model after all the prompts that the command line names."""
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    prompts = [prompt for name in given.prompts for prompt in prompts_of(name, tokenizer)]
+    made = [text for folder in given.sources for text in skeletons(folder)]
+    if given.device == "cuda":
+        model = gpu_texts.writing_model(given.model, torch.bfloat16 if given.bfloat16 else torch.float32, given.device)
+        end, before = tokenizer.eos_token_id, [user_turn(tokenizer)] * given.invented
+        begun = gpu_texts.write(model, before, 0.9, 0, INVENTED_TOKENS, end) if before else []
+        made += whole_prompts([ids for ids in begun if ids[-1] == end], tokenizer)
+        prompts += [encoded(text, tokenizer) for text in made]
+        return gpu_texts.write_texts(model, prompts, given.new_tokens, end, given.writing_minutes)
+    engine = writer_of(given.model, "bfloat16" if given.bfloat16 else "float32")
+    made += invented(engine, tokenizer, given.invented) if given.invented else []
+    prompts += [encoded(text, tokenizer) for text in made]
+    texts = write_texts(engine, asked_of(prompts, given.new_tokens), given.writing_minutes)
+    engine.close()
+    return texts
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -279,14 +302,7 @@ def main() -> None:
     out = given.out or Path(given.model) / OWN_FILE
     kept = given.texts or out.with_suffix(".texts.safetensors")
     if not kept.exists():
-        tokenizer = AutoTokenizer.from_pretrained(given.model)
-        engine = writer_of(given.model, "bfloat16" if given.bfloat16 else "float32", given.device)
-        prompts = [prompt for name in given.prompts for prompt in prompts_of(name, tokenizer)]
-        made = [text for folder in given.sources for text in skeletons(folder)]
-        made += invented(engine, tokenizer, given.invented) if given.invented else []
-        prompts += [encoded(text, tokenizer) for text in made]
-        keep_texts(write_texts(engine, asked_of(prompts, given.new_tokens), given.writing_minutes), kept)
-        engine.close()
+        keep_texts(written_texts(given), kept)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval().to(given.device)
     texts = kept_texts(kept)
     if any(text.states is None for text in texts):

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 from worlds import ThreadComm, ThreadWorld, run_ranks
 
-from dev import families
+from dev import families, gpu_texts
 from dev.family_table import FAMILIES
 from dev.head_gain import TextGuesser
-from dev.head_texts import Text, skeletons, write_texts
+from dev.head_texts import KINDS, Text, keep_texts, kept_texts, read_texts, skeletons, write_texts
 from dev.train_head import asked_of, batches_of, commonest, first_tensors, outputs, save, train
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
@@ -357,6 +357,29 @@ def test_texts_to_learn_from_are_those_of_plain_decoding(loaded: Loaded, plain: 
         assert (text.temperature, text.seed) == (each.temperature, each.seed)
         states = text_of(loaded.model, text.ids, 0).states
         torch.testing.assert_close(text.states, states, atol=5e-3, rtol=0)
+
+
+def test_texts_that_a_gpu_writes_are_those_of_plain_decoding(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several lengths together, the last two in a piece of their own; the texts are read afterwards."""
+    loaded.model.save_pretrained(tmp_path)
+    model = gpu_texts.writing_model(str(tmp_path), torch.float32, "cpu")
+    monkeypatch.setattr(gpu_texts, "ENTRIES", 2 * (len(PROMPTS[1]) + 20))
+    assert [len(piece) for piece in gpu_texts.pieces_of(PROMPTS, 20)] == [2, 2]
+    engine = Engine(loaded, DecodeConfig.autoregressive())
+    expected = [each.token_ids for each in engine.generate(PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True))]
+    end = expected[0][7]  # cuts one text at least
+    wanted = [ids[: ids.index(end) + 1] if end in ids else ids for ids in expected]
+    assert sum(map(len, wanted)) < 80
+    texts = gpu_texts.write_texts(model, PROMPTS, 20, end)
+    assert sorted(text.temperature for text in texts) == sorted(4 * list(KINDS))
+    greedy = {tuple(text.ids.tolist()): text for text in texts if text.temperature == 0}
+    assert set(greedy) == {tuple((prompt + ids)[:-1]) for prompt, ids in zip(PROMPTS, wanted, strict=True)}
+    keep_texts(texts, tmp_path / "texts.safetensors")
+    read_texts(loaded.model, kept := kept_texts(tmp_path / "texts.safetensors"))
+    for text in kept:
+        torch.testing.assert_close(text.states, text_of(loaded.model, text.ids, 0).states, atol=5e-3, rtol=0)
 
 
 def test_a_head_is_trained_on_what_it_sees_when_it_guesses(loaded: Loaded) -> None:
