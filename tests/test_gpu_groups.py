@@ -67,6 +67,15 @@ def test_the_watchdog_leaves_a_mesh_that_survives_alone(survives: bool, monkeypa
 # Groups connect when they are made.
 
 
+def test_what_the_making_of_a_group_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*_: Any) -> Any:
+        raise ValueError("no such interface")
+
+    monkeypatch.setattr(group, "make_group", make)
+    with pytest.raises(ValueError, match="no such interface"):
+        group.connect(SimpleNamespace(), 0, 2, torch.device("cpu"), 1.0, lambda: None)  # type: ignore[arg-type]
+
+
 class FakeNccl(FakeGroup):
     """NCCL as torch has it: the constructor only notes, and the first collective connects."""
 

@@ -189,7 +189,7 @@ def connect(
     def make() -> None:
         try:
             made.append(make_group(store, rank, size, device, timeout))
-        except RuntimeError as failure:
+        except Exception as failure:  # raised again below
             made.append(failure)
 
     # In a thread: making a group only ends with its own time-out, and one of the members may be dead by now.
@@ -202,7 +202,7 @@ def connect(
             abandoned.append(thread)
             raise CommError(f"the ranks did not find each other: {loss or 'another one has ended or hangs'}")
     with comm_errors(LOST):
-        if isinstance(made[0], RuntimeError):
+        if isinstance(made[0], Exception):
             raise made[0]
     return ProcessGroup(made[0], rank, size, device, timeout, find_loss)
 
