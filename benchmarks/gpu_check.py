@@ -33,6 +33,7 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedModel
 
 import lpr.native
 from benchmarks.common import RESULTS, Flag, circumstances, read_options, reason, write_json
@@ -213,16 +214,22 @@ def write_table(folder: Path, gpu: str, name: str, times: dict[str, Any], sizes:
 
 def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: float | None) -> None:
     """The sections of one model of a real shape; the first model is also profiled and timed end to end."""
-    held: dict[str, Any] = {}
+    held: dict[str, PreTrainedModel] = {}
 
     def build() -> dict[str, Any]:
         model = models.random_model(sizes.models[name], sizes)
         held["model"] = model
         return {"parameters": sum(weight.numel() for weight in model.parameters()), "self_check": models.checks(model)}
 
+    def loaded() -> PreTrainedModel:
+        """The model as a program that loads one has it, also where the section that replaces modules was left out."""
+        if sizes.device.type == "cuda":
+            accelerate(held["model"])
+        return held["model"]
+
     def times() -> dict[str, Any]:
         gpu = torch.cuda.get_device_name() if sizes.device.type == "cuda" else sizes.device.type
-        found = models.step_times(name, held["model"], sizes, bytes_per_s)
+        found = models.step_times(name, loaded(), sizes, bytes_per_s)
         return {**found, "table": write_table(report.path.parent, gpu, name, found, sizes)}
 
     if report.run(f"build:{name}", build) is None:
@@ -231,11 +238,10 @@ def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: floa
         report.run(f"transformers:{name}", lambda: models.stock_rates(held["model"], sizes, compiled=False))
     if sizes.device.type == "cuda":
         report.run(f"default:{name}", lambda: models.default_step(held["model"], sizes))
-        accelerate(held["model"])  # as a program has it that loads a model, also where that section was left out
     report.run(f"t(n):{name}", times)
     if is_first:
-        report.run(f"end_to_end:{name}", lambda: models.large_end_to_end(held["model"], sizes))
-        report.run(f"profile:{name}", lambda: models.profile_step(held["model"], sizes))
+        report.run(f"end_to_end:{name}", lambda: models.large_end_to_end(loaded(), sizes))
+        report.run(f"profile:{name}", lambda: models.profile_step(loaded(), sizes))
 
 
 def several_gpus(

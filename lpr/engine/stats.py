@@ -71,8 +71,7 @@ class DecodeStats:
         """Count one evaluated tree and its accepted path."""
         self.num_steps += 1
         self.num_nodes += len(tree)
-        if len(tree) > 1:  # a root alone was not drafted
-            self._uncounted.append((tree, path))
+        self._uncounted.append((tree, path))
 
     def count_nodes(self) -> None:
         """Count the nodes of the steps since the last call: work that can wait until the device is busy."""
