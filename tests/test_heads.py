@@ -382,6 +382,15 @@ def test_texts_that_a_gpu_writes_are_those_of_plain_decoding(
         torch.testing.assert_close(text.states, text_of(loaded.model, text.ids, 0).states, atol=5e-3, rtol=0)
 
 
+def test_a_group_ends_when_most_of_its_texts_have_ended() -> None:
+    ends, looked = gpu_texts.MostEnded(2, 9), gpu_texts.LOOK_EVERY
+    texts = torch.ones(10, 2 + looked, dtype=torch.long)
+    texts[:8, 5] = texts[8, 1] = 9  # the ninth has it in its prompt
+    assert not ends(texts, texts).any()
+    texts[8, 7] = 9
+    assert ends(texts, texts).all() and not ends(texts[:, :-1], texts).any()
+
+
 def test_a_head_is_trained_on_what_it_sees_when_it_guesses(loaded: Loaded) -> None:
     head, ids = copy.deepcopy(loaded.head), torch.tensor([PROMPTS[1][:10]])
     assert head is not None

@@ -80,7 +80,11 @@ def synthetic() -> dict[str, Json]:
             for name in ("a", "b") for t in (0.0, 0.8) for budget in (8, 64)], "peers": [
                 {"data": "a", "temperature": t, "peer": "p", "tokens_per_step": 7.125,
                  "without_loops": {"tokens_per_step": 6.625}} for t in (0.0, 0.8)]},
-        "gpu_check": {"t": {"nodes": [1, 2, 4], "rows": [{"batch": 1, "kv": 256, "ms": [3.0, 3.1, 3.5]}]}},
+        "gpu_check": {
+            "t": {"nodes": [1, 2, 4], "rows": [{"batch": 1, "kv": 256, "ms": [3.0, 3.1, 3.5]}]}, "sections": {
+                "exact": {"dtype": "torch.bfloat16", "usual": {"window": {
+                    "outputs_that_differ": 5, "prompts": 8, "logits_that_differ": 711, "logits_compared": 763}}},
+                "end_to_end": {"lpr auto": {"tokens_per_s": 7748.4, "tokens_per_step": 7.73}, "seconds": 2.0}}},
     }  # fmt: skip
     return {name: {"benchmark": name, **facts, **CIRCUMSTANCES} for name, facts in found.items()}
 
@@ -123,7 +127,8 @@ def test_every_section_is_there_with_its_numbers(made: Path) -> None:
         assert f'<section id="{name}">' in html and f'href="#{name}"' in html
     text = text_of(html)
     assert "cannot be shown" not in text and "failed" not in text
-    for number in ("1.75x", "1.4x to 1.5x", "25.0%", "1.01x", "0.990x", "3.50", "4.50", "9.25", "3.75", "7.12 (6.62)"):
+    numbers = "1.75x", "1.4x to 1.5x", "25.0%", "1.01x", "0.990x", "3.50", "4.50", "9.25", "3.75", "7.12 (6.62)"
+    for number in (*numbers, "711 of 763", "7748", "7.73"):
         assert number in text, number
     for fact in ("abc1234", "2031-02-03 04:05 UTC", "Frobnicator 9", "3 x Quux", "python -m benchmarks.made --up"):
         assert text.count(fact) >= 2 * len(synthetic()), f"{fact}: below the pictures and in the table of files"
