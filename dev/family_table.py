@@ -1,6 +1,6 @@
 """Every type that transformers knows as a causal LM or a multimodal one: a tiny config, and whether lpr decodes it.
 
-`dev/families.py` runs this table and writes it into docs/families.md; `tests/test_families.py` asserts it.
+`dev/families.py` runs this table and writes it into docs/families.md; `tests/slow/test_families.py` asserts it.
 """
 
 from __future__ import annotations
