@@ -25,8 +25,8 @@ from lpr.config import DecodeConfig, InputError
 from lpr.drop_in.rows import OutputBatch, OutputRow
 from lpr.engine.engine import Engine
 from lpr.engine.request import Request
-from lpr.model.kv_cache import CACHE_ARGUMENTS
 from lpr.model.loader import wrap
+from lpr.model.transformers_versions import CACHE_ARGUMENTS
 
 
 class HandOver:

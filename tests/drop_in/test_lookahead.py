@@ -32,7 +32,7 @@ import lpr.drop_in.rows
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
 from lpr.drop_in.lookahead import EngineCache
 from lpr.drop_in.rows import OutputRow
-from lpr.model.kv_cache import cache_argument
+from lpr.model.transformers_versions import cache_argument
 from tests.fakes.models import tiny_model
 
 SMALL = Lookahead(DecodeConfig(window_size=5, ngram_size=4, guess_set_size=4, trie_nodes=24))

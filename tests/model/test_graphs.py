@@ -74,11 +74,11 @@ def test_no_two_entries_of_a_captured_step_are_written_to_one_row(
     """But for padding: a GPU writes them in any order, and the check of the cached length finds other logits."""
     update, written = PagedCache.update, []
 
-    def watched(cache: PagedCache, *parts: Any) -> Any:
+    def watched(cache: PagedCache, *parts: Any, **others: Any) -> Any:
         step = lpr.model.step_inputs.current_step()
         assert step is not None
         written.append([row for row in step.write_rows.tolist() if row < cache.num_rows - 1])
-        return update(cache, *parts)
+        return update(cache, *parts, **others)
 
     engine = Engine.from_model(model, decode=DECODE)
     monkeypatch.setattr(PagedCache, "update", watched)

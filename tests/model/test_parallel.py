@@ -20,7 +20,7 @@ from lpr import DecodeConfig, Engine, InputError
 from lpr.cli.generate import main, parse
 from lpr.dist.runtime import World
 from lpr.engine.kv_pool import PoolNeeds
-from lpr.model import parallel
+from lpr.model import transformers_versions as versions
 from lpr.model.loader import load
 from lpr.model.parallel import check_shards, check_split, num_kv_heads, planned_ends
 from tests.fakes.models import tiny_model
@@ -432,6 +432,6 @@ def test_meshes_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_transformers_that_cannot_split_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(parallel.transformers_mixin, "initialize_distributed_mesh")
-    with pytest.raises(InputError, match=r"--tp needs transformers 5\.18"), parallel._submesh(None, None):  # type: ignore[arg-type]
+    monkeypatch.delattr(versions.distributed_mixin, "initialize_distributed_mesh")
+    with pytest.raises(InputError, match=r"--tp needs transformers 5\.18"), versions.split_over(None, None):  # type: ignore[arg-type]
         pass

@@ -31,10 +31,10 @@ from lpr.model.heads.forms import DEEPSEEK, MIMO, QWEN, Form
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import OWN_FILE, make_head, read_head
-from lpr.model.kv_cache import CACHE_ARGUMENTS, passed
 from lpr.model.loader import Loaded, wrap
 from lpr.model.paged_cache import PagedCache
 from lpr.model.step_inputs import Row
+from lpr.model.transformers_versions import CACHE_ARGUMENTS, passed
 from tests.fakes.fake_graphs import FakeCapturer
 from tests.fakes.models import tiny_model
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
