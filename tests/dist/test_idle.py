@@ -46,26 +46,10 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.mark.long
-def test_an_idle_job_outlives_its_timeouts_and_then_answers() -> None:
-    """Three time-outs of a step pass without work."""
-    with ranks_of(timeout=4, idle=13, then="answer") as ranks:
-        assert line_of(ranks[0]) == "idle"
-        found = json.loads(line_of(ranks[0]))
-        other = json.loads(line_of(ranks[1]))
-        assert [process.wait(timeout=60) for process in ranks] == [0, 0]
-    assert found["equal"]
-    assert found["cpu"] < 0.7 and other["seconds"] > 12, "heartbeats are next to nothing"
-    assert other["cpu"] < 0.5 * other["seconds"], "it worked for a while, and then it waited"
-
-
 @pytest.mark.parametrize(
     ("lost", "how", "then"),
     [
         (1, signal.SIGKILL, "wait"),
-        pytest.param(1, signal.SIGSTOP, "wait", marks=pytest.mark.long),
-        pytest.param(0, signal.SIGKILL, "wait", marks=pytest.mark.long),
-        pytest.param(1, signal.SIGSTOP, "decode", marks=pytest.mark.long),
     ],
 )
 def test_a_lost_rank_is_noticed_within_seconds(lost: int, how: signal.Signals, then: str) -> None:

@@ -376,17 +376,3 @@ def test_the_drop_in_keeps_its_engine(model: PreTrainedModel, monkeypatch: pytes
     for _ in range(3):
         model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=8, custom_generate=lpr.Lookahead(DECODE))
     assert len(configured) == 1
-
-
-@pytest.mark.long
-def test_no_leak_report_at_the_end(tmp_path: Path) -> None:
-    """Triton's bindings report what outlives the interpreter, after which nobody finds the one clear line."""
-    pytest.importorskip("triton")
-    for arguments, code in ((["--prompt", "a", "--max-new-tokens", "2", "--window-size", "0", "--trie-nodes", "4"], 0),
-                            (["--prompt", "a", "--model", str(tmp_path)], 2)):  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "lpr.generate", *arguments],
-            capture_output=True, text=True, timeout=200, cwd=ROOT,
-        )  # fmt: skip
-        assert done.returncode == code and "nanobind" not in done.stderr
-        assert len(done.stderr.splitlines()) == (code == 2), done.stderr

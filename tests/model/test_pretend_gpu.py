@@ -245,7 +245,7 @@ class StrangeError(Exception):
     """As compilers and drivers raise them."""
 
 
-@pytest.mark.parametrize("layers", ["known", pytest.param("unknown", marks=pytest.mark.long), "broken kernels"])
+@pytest.mark.parametrize("layers", ["known", "broken kernels"])
 def test_a_checkpoint(
     layers: str, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,

@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import os
 import re
 import runpy
 import shlex
@@ -265,19 +264,6 @@ def test_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, block in enumerate(blocks_of(page, "python"), 1):
         exec(compile(block, f"{page.name}, python block {number}", "exec"), namespace)
     assert len(capsys.readouterr().out) > 20
-
-
-@pytest.mark.long
-def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
-    (program,) = blocks_of(DOCS / "engine.md", "py")
-    (tmp_path / "program.py").write_text(program, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "program.py"]
-    threads = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | threads, capture_output=True, text=True, timeout=300
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout) > 20
 
 
 def test_lines_of_prompts_are_read(tmp_path: Path) -> None:
