@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -123,21 +122,6 @@ def state(pid: int) -> bytes:
         return b"Z"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", ""], "the prompt is empty"),
-    ],
-)
-def test_bad_input_under_torchrun_is_one_message(arguments: list[str], message: str) -> None:
-    """Before loading, while loading and after it."""
-    done = run([*TORCHRUN, "--nproc_per_node=2", "-m", "lpr.generate", *arguments])
-    assert done.returncode != 0
-    assert done.stderr.count(f"lpr.generate: error: {message}") == 1
-    assert "exitcode  : 2" in done.stderr
-    assert "[rank" not in done.stderr and done.stderr.count("Traceback") <= 1, "torchrun's own, none of the ranks'"
-
-
 PROGRAM = """
 import os, sys
 from lpr.cli.generate import main
@@ -146,24 +130,3 @@ rank = int(os.environ["RANK"])
 arguments = {arguments}
 leave(World.from_environment(), main(arguments))
 """
-
-
-def test_ranks_that_differ(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(arguments="['--trie-nodes', str(16 + rank)]"))
-    done = run([*TORCHRUN, "--nproc_per_node=2", str(program)])
-    assert done.returncode != 0
-    assert done.stderr.count("lpr.generate: error: rank 1 has another set of arguments than rank 0") == 1
-    assert "exitcode  : 2" in done.stderr
-
-
-def test_a_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-        done = run([sys.executable, "-m", "lpr.generate", "--timeout", "5"], env={**env, "MASTER_PORT": port})
-    assert done.returncode == 2
-    assert "lpr.generate: error: rank 0 of 2 cannot join the others" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 import json
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -204,21 +203,6 @@ def replica() -> Iterator[TensorParallel]:
         yield TensorParallel(mesh)
 
 
-def test_collectives_are_operators_of_the_one_graph(replica: TensorParallel, tmp_path: Path) -> None:
-    """A sum for the embedding and two a layer, in the order of the model."""
-    names: list[str] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        names.extend(str(node.target) for node in graph.graph.nodes if "all_reduce" in str(node.target))
-        return graph.forward
-
-    runner, like = runner_of(replica=replica, folder=tmp_path)
-    runner.compile(backend)  # type: ignore[arg-type]
-    check_compiled(runner, like, 1)
-    assert runner.compiled is not None and runner.compiled.reason is None
-    assert len(names) == 2 * (1 + 2 * runner.config.num_hidden_layers), "of each form, one token or more"
-
-
 def test_layers_that_only_transformers_can_split_are_named(replica: TensorParallel, tmp_path: Path) -> None:
     tiny_model("mixtral", num_hidden_layers=1).save_pretrained(tmp_path)
     model = load(str(tmp_path), tp=replica).model
@@ -268,18 +252,6 @@ def test_the_first_replica_compiles_before_the_others(waits: bool, monkeypatch: 
     assert (events == ["0 begins", "0 ends", "1 begins", "1 ends"]) == waits
 
 
-def test_what_one_rank_cannot_compile_none_does(caplog: pytest.LogCaptureFixture) -> None:
-    """Compiled and direct steps round otherwise, and the ranks of a replica hold the same hidden states."""
-    model = tiny_model()
-    runner, like = TreeModel(model, attention="triton", shared=SharedWeights(worst=lambda found: 1)), PagedCache(1, 32)
-    runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], like)
-    torch._dynamo.reset()
-    runner.compile(backend="eager")
-    check_compiled(runner, like, 1)
-    assert runner.compiled is not None and runner.compiled.reason == "another rank of this replica could not"
-    assert "steps are not compiled: another rank" in caplog.text
-
-
 def equal_sizes_are_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("lpr.model.compiled.distinct_sizes", contextlib.nullcontext)
 
@@ -297,22 +269,6 @@ def the_number_of_keys_decides(patch: pytest.MonkeyPatch) -> None:
 def test_more_forms_are_noticed(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     assert start_compiled("llama", 1, 1)[1] > 4
-
-
-def test_a_forward_that_breaks_is_called_directly(caplog: pytest.LogCaptureFixture) -> None:
-    runner, like = runner_of()
-    inner = runner.model.model.layers[1].mlp.forward
-
-    def waiting(hidden: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return inner(hidden)
-
-    runner.model.model.layers[1].mlp.forward = waiting
-    runner.compile(backend="eager")
-    with caplog.at_level(logging.WARNING):
-        check_compiled(runner, like)
-    assert runner.compiled is not None and runner.compiled.reason and "steps are not compiled" in caplog.text
-    assert runner.model._compiled_call_impl is None
 
 
 def test_a_compiler_that_changes_logits_is_found() -> None:
@@ -354,21 +310,3 @@ def test_the_planner_knows_the_counted_launches() -> None:
         assert row["compiled"] == step_launches(facts, row["tp"], row["entries"] > 1)
         assert row["collectives"] == (tp_traffic(facts, 1, 1, 2, row["tp"]).num_collectives if row["tp"] > 1 else 0)
     assert max(row["compiled"] for row in rows if row["model"] == "llama-2-7b" and row["tp"] == 1) < 340
-
-
-def test_another_engines_compiled_model_is_called_directly() -> None:
-    model, num_compiled = tiny_model(), 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal num_compiled
-        num_compiled += 1
-        return graph.forward
-
-    first, second = (TreeModel(model, attention="sdpa", graphs=False) for _ in range(2))
-    torch._dynamo.reset()
-    first.compile(backend)  # type: ignore[arg-type]
-    for runner, expected in ((second, 0), (first, 1)):
-        cache = PagedCache(1, 32)
-        for each in filter(None, (runner.adapter, runner.compiled)):
-            each.forward(runner.adapter.inputs([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], cache), cache)
-        assert min(num_compiled, 1) == expected

@@ -79,27 +79,6 @@ def launch(num_ranks: int, job: dict[str, object], folder: Path) -> subprocess.C
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560)
 
 
-def test_exact_mode_of_two_processes_gives_the_bits_of_one(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Trees that two processes share (gloo); a process with another number of threads, or other last bits, is found."""
-    model = str(folders["llama"])
-    cases = {f"ranks/{dtype}": {"model": model, "dtype": dtype} for dtype in ("float32", "bfloat16")}
-    cases["ranks/threads"] = {"model": model, "dtype": "bfloat16", "fault": "threads"}
-    cases["ranks/rounding"] = {"model": model, "dtype": "float32", "fault": "rounding"}
-    done = launch(2, {"tp": 1, "cases": cases}, tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
-    for report in reports:
-        refused = report.pop("ranks/threads")["error"]
-        assert refused.startswith("InputError: rank 1 has another number of threads (exact mode needs one"), refused
-    assert reports[1].pop("ranks/rounding")["differ"] > 0 and reports[0].pop("ranks/rounding")["differ"] == 0
-    for name in reports[0]:
-        found = [report[name] for report in reports]
-        assert [each["mesh"] for each in found] == [[2, 1]] * 2
-        assert all(each["same_ids"] and each["differ"] == 0 and each["steps"] < 3 * 16 for each in found), found
-        chosen = [{tuple(key) for key in each["chosen_here"]} for each in found]
-        assert min(map(len, chosen)) > 5 and len(chosen[0] | chosen[1]) == 3 * 16, "both evaluate a part of the text"
-
-
 def check_exact(results: dict[str, dict[str, object]], models: dict[str, PreTrainedModel], mesh: list[int]) -> None:
     """Text equal to plain decoding in the same layout, and logits equal to the whole model's."""
     for name, found in results.items():

@@ -19,7 +19,6 @@ from tests.fakes.paths import ROOT
     [
         ["ruff", "check", "."],
         ["ruff", "format", "--check", "."],
-        ["mypy"],
         ["importlinter.cli"],
     ],
     ids=" ".join,

@@ -295,16 +295,6 @@ def sigterm_finishes_what_is_open_and_leaves_nothing(service, engine):
 # Starting a service costs 10 to 30 seconds of processor time, so all that can share one does.
 
 
-def test_one_rank(model, engine):
-    with serving(model, "--served-model-name", "fake", "--max-batch-size", "4") as service:
-        texts_equal_generate_under_concurrency_with_prefix_hits_and_cancelled_neighbours(service, engine)
-        a_stream_is_the_same_text_in_one_event_per_step(service, engine)
-        filling_in_equals_generate_with_the_familys_prompt(service, engine)
-        openais_node_client_gets_the_same_texts(service, engine)
-        litellm_gets_the_same_texts(service, engine)
-        llama_vim_gets_the_same_text(service, engine)
-
-
 def test_two_ranks(model, engine):
     with serving(model, "--served-model-name", "tiny", "--max-batch-size", "4", lp=2) as service:
         texts_equal_generate_under_concurrency_with_prefix_hits_and_cancelled_neighbours(service, engine)

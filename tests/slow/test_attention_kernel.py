@@ -22,6 +22,7 @@ from tests.model.kernels.test_attention_kernel import (
     pytestmark,
     random_parents,
 )
+from tests.model.kernels.test_attention_kernel import test_the_engine_emits_the_same_ids_with_the_kernel as check_engine
 from tests.model.kernels.test_attention_kernel import (
     test_trees_of_several_words_in_a_ragged_batch as check_ragged_batch,
 )
@@ -62,3 +63,9 @@ def test_the_kernels_compile_for_gpus_without_one(tmp_path: Path) -> None:
 @needs_triton
 def test_trees_of_several_words_and_windows_in_parts() -> None:
     check_ragged_batch(torch.float32, "window", 2)
+
+
+@needs_triton
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_engines_emit_the_same_ids_with_the_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_engine(family, monkeypatch)

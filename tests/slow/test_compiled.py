@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +13,27 @@ from torch import nn
 
 from benchmarks.kernel_counts import count
 from lpr.model.compiled import CompiledForward
+from lpr.model.inputs import Row
+from lpr.model.paged_cache import PagedCache
 from lpr.model.parallel import TensorParallel
+from lpr.model.runner import SharedWeights, TreeModel
+from lpr.model.self_check import check_compiled
 from lpr.model.split_layers import VocabularyHead
 from lpr.model.step_inputs import current_step
 from lpr.planner.facts import facts_of
 from lpr.planner.footprint import tp_traffic
 from lpr.planner.launches import step_launches
+from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import guard
-from tests.model.test_compiled import Small, quick_kernel, replica, small, start_compiled, the_number_of_keys_decides
+from tests.model.test_compiled import (
+    Small,
+    quick_kernel,
+    replica,
+    runner_of,
+    small,
+    start_compiled,
+    the_number_of_keys_decides,
+)
 
 
 def test_a_start_of_a_replica_compiles_four_forms(replica: TensorParallel, tmp_path: Path) -> None:
@@ -80,3 +95,64 @@ def test_a_start_of_gemma2_compiles_four_forms() -> None:
 def test_forms_by_the_number_of_keys_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     the_number_of_keys_decides(monkeypatch)
     assert start_compiled("llama", 1, 1)[1] > 4
+
+
+def test_collectives_are_operators_of_the_one_graph(replica: TensorParallel, tmp_path: Path) -> None:
+    """A sum for the embedding and two a layer, in the order of the model."""
+    names: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes if "all_reduce" in str(node.target))
+        return graph.forward
+
+    runner, like = runner_of(replica=replica, folder=tmp_path)
+    runner.compile(backend)  # type: ignore[arg-type]
+    check_compiled(runner, like, 1)
+    assert runner.compiled is not None and runner.compiled.reason is None
+    assert len(names) == 2 * (1 + 2 * runner.config.num_hidden_layers), "of each form, one token or more"
+
+
+def test_what_one_rank_cannot_compile_none_does(caplog: pytest.LogCaptureFixture) -> None:
+    """Compiled and direct steps round otherwise, and the ranks of a replica hold the same hidden states."""
+    model = tiny_model()
+    runner, like = TreeModel(model, attention="triton", shared=SharedWeights(worst=lambda found: 1)), PagedCache(1, 32)
+    runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], like)
+    torch._dynamo.reset()
+    runner.compile(backend="eager")
+    check_compiled(runner, like, 1)
+    assert runner.compiled is not None and runner.compiled.reason == "another rank of this replica could not"
+    assert "steps are not compiled: another rank" in caplog.text
+
+
+def test_another_engines_compiled_model_is_called_directly() -> None:
+    model, num_compiled = tiny_model(), 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph.forward
+
+    first, second = (TreeModel(model, attention="sdpa", graphs=False) for _ in range(2))
+    torch._dynamo.reset()
+    first.compile(backend)  # type: ignore[arg-type]
+    for runner, expected in ((second, 0), (first, 1)):
+        cache = PagedCache(1, 32)
+        for each in filter(None, (runner.adapter, runner.compiled)):
+            each.forward(runner.adapter.inputs([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], cache), cache)
+        assert min(num_compiled, 1) == expected
+
+
+def test_a_forward_that_breaks_is_called_directly(caplog: pytest.LogCaptureFixture) -> None:
+    runner, like = runner_of()
+    inner = runner.model.model.layers[1].mlp.forward
+
+    def waiting(hidden: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return inner(hidden)
+
+    runner.model.model.layers[1].mlp.forward = waiting
+    runner.compile(backend="eager")
+    with caplog.at_level(logging.WARNING):
+        check_compiled(runner, like)
+    assert runner.compiled is not None and runner.compiled.reason and "steps are not compiled" in caplog.text
+    assert runner.model._compiled_call_impl is None

@@ -22,3 +22,11 @@ def test_no_leak_report_at_the_end(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == code and "nanobind" not in done.stderr
         assert len(done.stderr.splitlines()) == (code == 2), done.stderr
+
+
+def test_transformers_is_left_alone() -> None:
+    code = (
+        "from transformers import GenerationMixin as g; before = dict(vars(g)); import lpr.drop_in.lookahead, lpr;"
+        "lpr.lookahead; assert dict(vars(g)) == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=ROOT)

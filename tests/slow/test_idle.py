@@ -1,14 +1,49 @@
-"""The long tests of tests/dist/test_idle.py."""
+"""Ranks without work: they outlive every time-out, cost nothing, and notice within seconds when one is lost."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from tests.dist.test_idle import line_of, ranks_of
-from tests.dist.test_idle import test_a_lost_rank_is_noticed_within_seconds as check_lost
+from tests.fakes.paths import ROOT
+
+
+@contextmanager
+def ranks_of(timeout: float, idle: float, then: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks, started by hand: a launcher would end the job itself when a rank dies."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+              "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "fakes" / "idle_worker.py"), str(timeout), str(idle), then],
+            cwd=ROOT, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate(timeout=30)
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
 def test_an_idle_job_outlives_its_timeouts_and_then_answers() -> None:
@@ -24,9 +59,22 @@ def test_an_idle_job_outlives_its_timeouts_and_then_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "how", "then"), [(1, signal.SIGSTOP, "wait"), (0, signal.SIGKILL, "wait"), (1, signal.SIGSTOP, "decode")]
+    ("lost", "how", "then"),
+    [
+        (1, signal.SIGKILL, "wait"),
+        (1, signal.SIGSTOP, "wait"),
+        (0, signal.SIGKILL, "wait"),
+        (1, signal.SIGSTOP, "decode"),
+    ],
 )
-def test_a_rank_that_stops_and_a_lost_driver_are_noticed_within_seconds(
-    lost: int, how: signal.Signals, then: str
-) -> None:
-    check_lost(lost, how, then)
+def test_a_lost_rank_is_noticed_within_seconds(lost: int, how: signal.Signals, then: str) -> None:
+    """Idle or not, long before the time-out of a step."""
+    with ranks_of(timeout=300, idle=1, then=then) as ranks:
+        assert line_of(ranks[0]) == "idle"
+        time.sleep(2)
+        ranks[lost].send_signal(how)
+        at = time.time()
+        found = json.loads(line_of(ranks[1 - lost]))
+        assert found["at"] - at < 8, "4 s without a heartbeat, and a busy machine"
+        assert "ended" in found["failure"] and "\n" not in found["failure"], found
+        assert ranks[1 - lost].wait(timeout=30) == 1

@@ -26,7 +26,6 @@ from tests.dist.test_runtime import (
     wait_for,
     workers,
 )
-from tests.dist.test_runtime import test_bad_input_under_torchrun_is_one_message as check_message
 from tests.dist.test_runtime import test_the_same_text_as_one_process as check_text
 from tests.fakes.models import tiny_model
 from tests.fakes.paths import ROOT
@@ -97,5 +96,38 @@ def test_three_ranks_and_short_ngrams(prompts: Path, tmp_path: Path) -> None:
     check_text(prompts, tmp_path, 3, "0.8", ["-m", "lpr.generate"], ["--ngram-size", "3"])
 
 
-def test_no_model_under_torchrun_is_one_message() -> None:
-    check_message(["--model", "/no/such/model"], "rank 0: model folder")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--model", "/no/such/model"], "rank 0: model folder"),
+    ],
+)
+def test_bad_input_under_torchrun_is_one_message(arguments: list[str], message: str) -> None:
+    """Before loading, while loading and after it."""
+    done = run([*TORCHRUN, "--nproc_per_node=2", "-m", "lpr.generate", *arguments])
+    assert done.returncode != 0
+    assert done.stderr.count(f"lpr.generate: error: {message}") == 1
+    assert "exitcode  : 2" in done.stderr
+    assert "[rank" not in done.stderr and done.stderr.count("Traceback") <= 1, "torchrun's own, none of the ranks'"
+
+
+def test_ranks_that_differ(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(arguments="['--trie-nodes', str(16 + rank)]"))
+    done = run([*TORCHRUN, "--nproc_per_node=2", str(program)])
+    assert done.returncode != 0
+    assert done.stderr.count("lpr.generate: error: rank 1 has another set of arguments than rank 0") == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+        done = run([sys.executable, "-m", "lpr.generate", "--timeout", "5"], env={**env, "MASTER_PORT": port})
+    assert done.returncode == 2
+    assert "lpr.generate: error: rank 0 of 2 cannot join the others" in done.stderr
+    assert "Traceback" not in done.stderr

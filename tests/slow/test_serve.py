@@ -13,8 +13,18 @@ import time
 import httpx
 import pytest
 
-from tests.fakes.serving import SMALL
-from tests.serve.test_serve import PROMPTS
+from tests.fakes.serving import SMALL, serving
+from tests.serve.test_serve import (
+    PROMPTS,
+    a_stream_is_the_same_text_in_one_event_per_step,
+    engine,
+    filling_in_equals_generate_with_the_familys_prompt,
+    litellm_gets_the_same_texts,
+    llama_vim_gets_the_same_text,
+    model,
+    openais_node_client_gets_the_same_texts,
+    texts_equal_generate_under_concurrency_with_prefix_hits_and_cancelled_neighbours,
+)
 
 
 def test_torchrun_starts_it_too(tmp_path):
@@ -50,3 +60,13 @@ def test_torchrun_starts_it_too(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)
+
+
+def test_one_rank(model, engine):
+    with serving(model, "--served-model-name", "fake", "--max-batch-size", "4") as service:
+        texts_equal_generate_under_concurrency_with_prefix_hits_and_cancelled_neighbours(service, engine)
+        a_stream_is_the_same_text_in_one_event_per_step(service, engine)
+        filling_in_equals_generate_with_the_familys_prompt(service, engine)
+        openais_node_client_gets_the_same_texts(service, engine)
+        litellm_gets_the_same_texts(service, engine)
+        llama_vim_gets_the_same_text(service, engine)
