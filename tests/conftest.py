@@ -132,6 +132,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than the machine has cores: many tests wait for processes."""
+    return (os.cpu_count() or 1) + 1
+
+
 RESIDENT = [0]
 """Bytes of this process when its memory was last given back."""
 

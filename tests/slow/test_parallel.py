@@ -9,7 +9,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.model.test_parallel import COMPILED, LARGE_MIB, check_compiled, check_exact, folders, launch, models
+from tests.model.test_parallel import (
+    COMPILED,
+    LARGE_MIB,
+    TREES,
+    check_compiled,
+    check_exact,
+    check_two_replicas,
+    folders,
+    launch,
+    models,
+)
 
 
 def test_exact_mode_gives_the_bits_of_plain_decoding_under_the_same_split(
@@ -100,3 +110,9 @@ def test_exact_mode_of_two_processes_gives_the_bits_of_one(folders: dict[str, Pa
         assert all(each["same_ids"] and each["differ"] == 0 and each["steps"] < 3 * 16 for each in found), found
         chosen = [{tuple(key) for key in each["chosen_here"]} for each in found]
         assert min(map(len, chosen)) > 5 and len(chosen[0] | chosen[1]) == 3 * 16, "both evaluate a part of the text"
+
+
+def test_two_replicas_of_two_ranks_and_every_kind_of_layer(
+    models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    check_two_replicas(models, folders, tmp_path, {"opt/deepspeed": ("opt", "deepspeed")}, (*TREES, "falcon_h1"))

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.dist.test_runtime import (
     rows,
     run,
     start,
+    state,
     wait_for,
     workers,
 )
@@ -131,3 +133,20 @@ def test_a_port_in_use() -> None:
     assert done.returncode == 2
     assert "lpr.generate: error: rank 0 of 2 cannot join the others" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_killed_rank_ends_the_job(many: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    agent = start(2, 0, many, target, LONG)
+    try:
+        wait_for(lambda: target.exists() and target.read_bytes().count(b"\n") >= 2)
+        ranks = workers(agent)
+        os.kill(ranks[1], signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for(lambda: not Path(f"/proc/{ranks[0]}").exists() or b"Z" in state(ranks[0]), 10)
+        assert time.monotonic() - killed < 10
+        _, err = agent.communicate(timeout=300)
+    finally:
+        agent.kill()
+    assert agent.returncode != 0
+    assert all(len(row["token_ids"]) == 80 or row["finish_reason"] == "stop" for row in rows(target))  # type: ignore[arg-type]
