@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lpr
 from lpr import DecodeConfig, Engine, SamplingParams
-from tests.fakes.models import tiny_model
+from tests.fakes.models import stock_greedy, tiny_model
 from tests.fakes.prompts import PROMPTS
 
 # Most of them once; the widest trees, which take longest on a CPU, on fewer prompts.
@@ -25,14 +25,6 @@ CONFIGS = {
     "one column": DecodeConfig(window_size=1, ngram_size=2, guess_set_size=1, trie_nodes=1, max_batch_size=1),
     "wide": DecodeConfig(window_size=30, ngram_size=4, guess_set_size=30, trie_nodes=128, max_batch_size=2),
 }
-
-
-def stock_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    done = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
-    )
-    return done[0, len(prompt):].tolist()  # fmt: skip
 
 
 @cache
