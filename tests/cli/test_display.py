@@ -22,7 +22,9 @@ def test_without_a_terminal_the_text_is_not_changed() -> None:
 
 
 def test_on_a_terminal_neighbouring_steps_have_other_colours() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, color_system="standard", _environ={})
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=80, height=24, color_system="standard", _environ={}
+    )
     with console.capture() as shown:
         show_stream(console, "", [(letter, 1) for letter in "abcdefgh"])
     codes = {letter: shown.get().rpartition(f"m{letter}\x1b[0m")[0].rpartition("\x1b[")[2] for letter in "abcdefgh"}
