@@ -29,10 +29,14 @@ def defaults(
     some of their defaults.
     """
     base = base or {}
-    paths = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
-    paths += [path for word, path in pairwise(argv) if word == "--config"]
-    if paths:
-        return read_config(Path(paths[-1]), kind, groups, base)
+    path = None  # the last one counts, in either form
+    for word, after in pairwise([*argv, None]):
+        if word is not None and word.startswith("--config="):
+            path = word.removeprefix("--config=")
+        elif word == "--config" and after is not None:
+            path = after
+    if path is not None:
+        return read_config(Path(path), kind, groups, base)
     return kind(**{group: groups[group](**values) for group, values in base.items()})
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import lpr
 from benchmarks import data as hub
 from benchmarks import fleet
 from benchmarks.data import load_prompts
-from benchmarks.fleet import PLAIN, Case, attempt, budget, mesh, plan
+from benchmarks.fleet import PLAIN, Case, budget, mesh, plan
 from benchmarks.processes.launch import ROOT, last_line
-from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr import InputError
 from tests.fakes.prompts import PROMPTS
 
 FAKE = """
@@ -172,19 +171,6 @@ def test_every_case_comes_once_and_after_its_baselines() -> None:
     assert Case("a", 0.0, 1, 2, PLAIN).flags == ["--window-size", "0", "--trie-nodes", "0"]
     assert Case("a", 0.0, 2, 2, 64).flags == ["--window-size", "4", "--guess-set-size", "4", "--trie-nodes", "32"]
     assert Case("a", 0.0, 2, 2, "auto").flags == []
-
-
-@pytest.mark.long
-def test_a_real_fleet_emits_plain_decodings_tokens(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:2]))
-    options = fleet.FleetOptions(data=("x",), max_new_tokens=12, timeout=200, dtype="float32")
-    done = attempt(Case("x", 0.8, 2, 1, 32), options, 2, tmp_path, prompts)
-    assert done.error is None
-    engine = Engine.from_pretrained(lpr.bundled_model(), DecodeConfig.autoregressive())
-    params = SamplingParams(max_new_tokens=12, temperature=0.8)
-    assert done.token_ids == [each.token_ids for each in engine.generate(PROMPTS[:2], params)]
-    assert done.summary["seconds"] > 0 and done.summary["payload_bytes_per_step"] > 0
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.cli.generate import main
 from lpr.cli.trace import PLACEHOLDER, Recorder, page, trace_data
 from lpr.engine.hooks import StepHooks
-from tests.dist.test_runtime import JOB, TORCHRUN, rows, run
 from tests.fakes.prompts import PROMPTS
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
@@ -215,22 +214,3 @@ def test_bad_input_stops_the_command_before_any_work(
 def test_a_page_without_requests_is_still_a_page(llama: PreTrainedModel) -> None:
     html = page(trace_data(Recorder(), Engine.from_model(llama)))
     assert PLACEHOLDER not in html and Page(html).data["requests"] == []
-
-
-@pytest.mark.long
-def test_rank_0_of_real_processes_writes_the_trace_and_the_trie(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": PROMPTS[0]}) + "\n")
-    command = [*TORCHRUN, "--nproc_per_node=2", "-m", "lpr.generate", "--prompts", str(tmp_path / "in.jsonl"), *JOB,
-               "--trie", str(tmp_path / "trie"), "--trace", str(tmp_path / "trace.html")]  # fmt: skip
-    steps = []
-    for attempt in range(2):
-        done = run([*command, "--output", str(tmp_path / f"{attempt}.jsonl")])
-        assert done.returncode == 0, done.stderr
-        shown = Page((tmp_path / "trace.html").read_text()).data
-        (row,) = rows(tmp_path / f"{attempt}.jsonl")
-        (request,) = shown["requests"]
-        assert shown["ranks"] == 2 and [token for token, _ in request["output"]] == row["token_ids"]
-        assert {owner for step in request["steps"] for owner in step["owners"]} == {0, 1}
-        steps.append(len(request["steps"]))
-    assert steps[1] < steps[0], "the second run drafts from the first one's output, on both ranks"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["0.jsonl", "1.jsonl", "in.jsonl", "trace.html", "trie"]

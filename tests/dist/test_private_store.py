@@ -22,7 +22,6 @@ from lpr.dist import group
 from lpr.dist.private_store import PrivateStore
 from lpr.dist.store_server import HEAD, MOST_MESSAGE, StoreServer
 from tests.fakes.elastic_world import hash_store
-from tests.fakes.paths import ROOT
 from tests.fakes.sharded import dist
 
 ANOTHER = [
@@ -168,23 +167,6 @@ with join(World.from_environment(), "cpu", 20.0) as comm:
     os.write(1, b"%d\\n" % os.getpid())  # whole: two prints at once mix where output is not buffered
     time.sleep(60)
 """
-
-
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
-def test_supervised_ranks_listen_on_loopback_only_and_their_store_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "some_rank.py").write_text(RANK)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    environment.pop("GLOO_SOCKET_IFNAME", None)
-    command = [sys.executable, "-m", "lpr.dist.supervisor", "2", "1", "some_rank"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
-        try:
-            assert job.stdout is not None
-            ranks = [int(job.stdout.readline()) for _ in range(2)]
-            assert listeners(job.pid) == set(), "the supervisor, which holds the store"
-            theirs = set().union(*map(listeners, ranks))
-            assert theirs and all(each.split(":")[0] in LOOPBACK for each in theirs), theirs
-        finally:
-            job.kill()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -16,8 +16,7 @@ from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import choose
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
-from tests.engine.test_lossless import stock_greedy
-from tests.fakes.models import tiny_model
+from tests.fakes.models import stock_greedy, tiny_model
 from tests.fakes.worlds import generate_on
 
 LENGTHS = (1, 70, 9, 23, 130, 2, 40, 5, 64, 17)

@@ -20,9 +20,8 @@ from lpr.model.inputs import Row
 from lpr.model.paged_cache import PagedCache
 from lpr.native import StepDraft
 from tests.core.test_window import check_on_known_text
-from tests.engine.test_lossless import stock_greedy
 from tests.fakes.altered_gather import change_received
-from tests.fakes.models import tiny_model
+from tests.fakes.models import stock_greedy, tiny_model
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]
 DECODE = DecodeConfig(window_size=6, trie_nodes=24)

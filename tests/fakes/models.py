@@ -30,6 +30,14 @@ def tiny_model(model_type: str = "llama", seed: int = 0, spread: float = 0.15, *
     return model
 
 
+def stock_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    done = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
+    )
+    return done[0, len(prompt):].tolist()  # fmt: skip
+
+
 def left_of_an_engine(make: Callable[[], Engine], is_closed: bool) -> list[str]:
     """What of an engine that has decoded, perhaps was closed, and is dropped lives on without the collector."""
     gc.collect()

@@ -6,11 +6,9 @@ import contextlib
 import copy
 import itertools
 import json
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +16,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from benchmarks.kernel_counts import count, fake_replica
+from benchmarks.kernel_counts import fake_replica
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.engine import prepare
 from lpr.model import parallel
 from lpr.model.capture import Capturer, Program
-from lpr.model.compiled import CompiledForward, refusal
+from lpr.model.compiled import refusal
 from lpr.model.inputs import Row
 from lpr.model.kernels import attention_kernel
 from lpr.model.loader import load
@@ -33,8 +31,7 @@ from lpr.model.parallel import TensorParallel
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import check_compiled
-from lpr.model.split_layers import VocabularyHead, vocabulary_head
-from lpr.model.step_inputs import current_step
+from lpr.model.split_layers import vocabulary_head
 from lpr.model.tree_mask import TreeMask
 from lpr.planner.facts import facts_of, resolve
 from lpr.planner.footprint import tp_traffic
@@ -192,7 +189,7 @@ def start_compiled(family: str, num_slots: int = 4, max_nodes: int = 40, **how: 
     return found[0], found[1], counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["llama"])
 def test_a_start_compiles_four_forms_and_compares_each(family: str) -> None:
     """One sequence or more, one entry or more. A form is one graph: `fullgraph` raises at a break."""
     assert start_compiled(family) == (4, 4, 4)
@@ -204,41 +201,6 @@ def replica() -> Iterator[TensorParallel]:
     with fake_replica(2) as mesh:
         assert mesh is not None
         yield TensorParallel(mesh)
-
-
-@pytest.mark.long
-def test_a_start_of_a_replica_compiles_four_forms(replica: TensorParallel, tmp_path: Path) -> None:
-    """Of a rank's half of a model, with the collectives of its steps."""
-    assert start_compiled("llama", 2, 16, replica=replica, folder=tmp_path) == (4, 4, 4)
-
-
-@pytest.mark.long
-def test_a_head_that_asks_for_parts_doubles_the_forms(
-    replica: TensorParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logits are gathered outside of what is compiled, as sampling that needs all of them would be other forms."""
-
-    def forward(self: VocabularyHead, input: torch.Tensor) -> torch.Tensor:
-        step, mine = current_step(), nn.functional.linear(input, self.weight)
-        return mine if step is not None and step.in_parts else mine + 0
-
-    monkeypatch.setattr(VocabularyHead, "forward", forward)
-    assert start_compiled("llama", 1, 1, replica=replica, folder=tmp_path)[1] > 4
-
-
-def test_collectives_are_operators_of_the_one_graph(replica: TensorParallel, tmp_path: Path) -> None:
-    """A sum for the embedding and two a layer, in the order of the model."""
-    names: list[str] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        names.extend(str(node.target) for node in graph.graph.nodes if "all_reduce" in str(node.target))
-        return graph.forward
-
-    runner, like = runner_of(replica=replica, folder=tmp_path)
-    runner.compile(backend)  # type: ignore[arg-type]
-    check_compiled(runner, like, 1)
-    assert runner.compiled is not None and runner.compiled.reason is None
-    assert len(names) == 2 * (1 + 2 * runner.config.num_hidden_layers), "of each form, one token or more"
 
 
 def test_layers_that_only_transformers_can_split_are_named(replica: TensorParallel, tmp_path: Path) -> None:
@@ -290,18 +252,6 @@ def test_the_first_replica_compiles_before_the_others(waits: bool, monkeypatch: 
     assert (events == ["0 begins", "0 ends", "1 begins", "1 ends"]) == waits
 
 
-def test_what_one_rank_cannot_compile_none_does(caplog: pytest.LogCaptureFixture) -> None:
-    """Compiled and direct steps round otherwise, and the ranks of a replica hold the same hidden states."""
-    model = tiny_model()
-    runner, like = TreeModel(model, attention="triton", shared=SharedWeights(worst=lambda found: 1)), PagedCache(1, 32)
-    runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], like)
-    torch._dynamo.reset()
-    runner.compile(backend="eager")
-    check_compiled(runner, like, 1)
-    assert runner.compiled is not None and runner.compiled.reason == "another rank of this replica could not"
-    assert "steps are not compiled: another rank" in caplog.text
-
-
 def equal_sizes_are_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("lpr.model.compiled.distinct_sizes", contextlib.nullcontext)
 
@@ -315,28 +265,10 @@ def the_number_of_keys_decides(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention_kernel, "tree_attention", mutant)
 
 
-@pytest.mark.parametrize(
-    "fault", [equal_sizes_are_one, pytest.param(the_number_of_keys_decides, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("fault", [equal_sizes_are_one])
 def test_more_forms_are_noticed(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     assert start_compiled("llama", 1, 1)[1] > 4
-
-
-def test_a_forward_that_breaks_is_called_directly(caplog: pytest.LogCaptureFixture) -> None:
-    runner, like = runner_of()
-    inner = runner.model.model.layers[1].mlp.forward
-
-    def waiting(hidden: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return inner(hidden)
-
-    runner.model.model.layers[1].mlp.forward = waiting
-    runner.compile(backend="eager")
-    with caplog.at_level(logging.WARNING):
-        check_compiled(runner, like)
-    assert runner.compiled is not None and runner.compiled.reason and "steps are not compiled" in caplog.text
-    assert runner.model._compiled_call_impl is None
 
 
 def test_a_compiler_that_changes_logits_is_found() -> None:
@@ -356,26 +288,6 @@ class Small(nn.Module):
         return hidden * torch.sigmoid(hidden) + 1
 
 
-@pytest.mark.long
-def test_compiled_code_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled again, as in a second process, is read."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    # A new folder has neither of these, and each takes longer than the compilation.
-    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
-    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
-    said = []
-    for _ in range(2):
-        torch._dynamo.reset()
-        layer = Small()
-        compiled = CompiledForward(SimpleNamespace(model=layer))  # type: ignore[arg-type]
-        with torch.no_grad():
-            layer(torch.randn(3, 8))
-        said.append(str(compiled.describe()))
-    folder = tmp_path / "lpr" / "compiled"
-    assert ", 0 of them read" in said[0] and said[1].endswith(f", 1 of them read from {folder}") and folder.is_dir()
-
-
 # What a GPU would run.
 
 
@@ -383,21 +295,6 @@ def small(**sizes: int) -> Any:
     """A Llama with more than a processor's worth of everything."""
     shape = dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4)
     return AutoConfig.for_model("llama", **{**shape, "num_hidden_layers": 2, **sizes})
-
-
-@pytest.mark.long
-def test_kernels_of_a_step(guard: None) -> None:
-    """Ten a layer: norm, QKV, rotation with the cache's writes, attention and its second launch, output, norm, gate
-    and up, SiLU, down; and no copy of a cache. Over two ranks, also two sums a layer and one for the embedding."""
-    for tp, layers, entries in ((1, 2, 1), (2, 1, 16)):
-        config = small(num_hidden_layers=layers)
-        step, facts = count(config, entries, 1024, tp=tp), facts_of(config, "small")
-        forward, split = step["compiled"]["forward"], 2 + 2 * layers if tp > 1 else 0
-        assert forward == 10 * layers + 2 + split, "the last norm and the head; the embedding and its sum"
-        assert step["packed_groups"] == 2 * layers and step["compiled"]["largest_copies"] == 0
-        assert step["packed"]["forward"] == step["operators"]["forward"] - 3 * layers
-        assert step["compiled"]["launches"] == step_launches(facts, tp, entries > 1)
-        assert step["collectives"] == (tp_traffic(facts, 1, 1, 2, tp).num_collectives if tp > 1 else 0)
 
 
 def test_the_planner_knows_the_counted_launches() -> None:
@@ -413,21 +310,3 @@ def test_the_planner_knows_the_counted_launches() -> None:
         assert row["compiled"] == step_launches(facts, row["tp"], row["entries"] > 1)
         assert row["collectives"] == (tp_traffic(facts, 1, 1, 2, row["tp"]).num_collectives if row["tp"] > 1 else 0)
     assert max(row["compiled"] for row in rows if row["model"] == "llama-2-7b" and row["tp"] == 1) < 340
-
-
-def test_another_engines_compiled_model_is_called_directly() -> None:
-    model, num_compiled = tiny_model(), 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal num_compiled
-        num_compiled += 1
-        return graph.forward
-
-    first, second = (TreeModel(model, attention="sdpa", graphs=False) for _ in range(2))
-    torch._dynamo.reset()
-    first.compile(backend)  # type: ignore[arg-type]
-    for runner, expected in ((second, 0), (first, 1)):
-        cache = PagedCache(1, 32)
-        for each in filter(None, (runner.adapter, runner.compiled)):
-            each.forward(runner.adapter.inputs([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], cache), cache)
-        assert min(num_compiled, 1) == expected

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.loader import model_digest
-from tests.engine.test_lossless import stock_greedy
-from tests.fakes.models import tiny_model
+from tests.fakes.models import stock_greedy, tiny_model
 
 PROMPTS = [[(7 * i + i * i) % 89 + 2 for i in range(19)], [(5 * i + 3 * i * i) % 83 + 4 for i in range(33)]]
 PARAMS = SamplingParams(max_new_tokens=40)

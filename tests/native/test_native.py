@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 import lpr.native
 from lpr.config import TreeSizes
 from tests.fakes.native_pair import NAMES, PURE, Plan, draft_along, native_core, run
-from tests.fakes.paths import ROOT
 
 try:
     NATIVE: Any = native_core()
@@ -64,15 +61,6 @@ def test_the_extension_is_built_wherever_there_is_a_compiler() -> None:
 @given(plan=plans)
 def test_steps_are_equal(plan: Plan) -> None:
     assert_equal(run(PURE, plan), run(NATIVE, plan))
-
-
-@pytest.mark.long
-@needs_native
-def test_long_runs_are_equal() -> None:
-    long = TreeSizes(window_size=8, guess_set_size=8, trie_nodes=64, trie_capacity=700, num_guesses=12)
-    for adaptive in (False, True):
-        plan = Plan(seed=5, sizes=long, num_steps=200, vocabulary=300, num_ranks=2, adaptive=adaptive)
-        assert_equal(run(PURE, plan), run(NATIVE, plan))
 
 
 @needs_native
@@ -159,31 +147,6 @@ with join(World.from_environment(), "cpu", 120.0) as comm:
     engine.close()
 print(json.dumps([lpr.native.is_native, [[each.token_ids, each.stats.num_steps] for each in done]]))
 """
-
-
-@pytest.mark.long
-@needs_native
-def test_ranks_with_and_without_the_extension_work_together() -> None:
-    """Their digests are compared in every step, so they take the same steps or stop with an error."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = str(ROOT)
-    ranks = []
-    for rank in range(2):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        more = {"LPR_PURE_PYTHON": rank, "OMP_NUM_THREADS": 1, "PYTHONPATH": root, **place}
-        environment = {**os.environ, **{name: str(value) for name, value in more.items()}}
-        command = [sys.executable, "-c", PROGRAM]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=root))
-    try:
-        said = [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait(timeout=30)
-    assert [is_native for is_native, _ in said] == [True, False]
-    assert said[0][1] == said[1][1] and all(num_steps < 20 for _, num_steps in said[0][1])
 
 
 @needs_native

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 import tomllib
 from dataclasses import fields
 from functools import cache
@@ -86,25 +83,6 @@ def test_presets_have_the_published_parameters(name: str) -> None:
 
 def test_every_preset_is_checked() -> None:
     assert set(preset_names()) == set(PUBLISHED)
-
-
-@pytest.mark.long
-def test_shards_are_those_of_transformers() -> None:
-    """Parameters, K/V and collectives of five families on two and four ranks, as transformers itself shards them."""
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "fakes" / "sharded.py"), "2,4", *FAMILIES]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [(row["tp"], row["model_type"]) for row in rows] == [(tp, name) for tp in (2, 4) for name in FAMILIES]
-    for row in rows:
-        facts = tiny_facts(row["model_type"])
-        counts = {"all_reduce": 0, "all_gather": 0}
-        for collective in facts.collectives:
-            counts[collective.kind] += collective.count
-        assert weight_bytes(facts, row["tp"], 1) == row["numel"], row
-        assert kv_row_bytes(facts, row["tp"], 1) == row["kv_values"], row
-        assert counts == {kind: row[kind] for kind in counts}, row
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])

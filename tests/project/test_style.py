@@ -19,7 +19,6 @@ from tests.fakes.paths import ROOT
     [
         ["ruff", "check", "."],
         ["ruff", "format", "--check", "."],
-        ["mypy"],
         ["importlinter.cli"],
     ],
     ids=" ".join,
@@ -80,3 +79,37 @@ def test_question_docstrings_are_found(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "wrong.py").write_text(text, encoding="utf-8")
     found = question_docstrings(tmp_path / "wrong.py")
     assert sorted(found) == ["wrong.py:2: Is there none?", "wrong.py:6: None: is it so?"]
+
+
+SHARED = re.compile(r"^\| `([\w/]+\.py)` \| (`.*`) \|$", re.MULTILINE)
+"""A row of the table in CONTRIBUTING.md: a test file, and modules as a shell would expand them."""
+
+
+def untold(table: str, modules: set[str], tests: set[str]) -> set[str]:
+    """What is wrong with the table: modules that nobody finds, rows that say what a name says, and what is no more."""
+    told = list[str]()
+    for test, cells in SHARED.findall(table):
+        for folder, several, name in re.findall(r"`([\w/]*/)?(?:\{([\w,]+)\}|(\w+))`", cells):
+            told += [f"{folder}{each}" for each in (several or name).split(",")]
+        if test not in tests:
+            told.append(test)
+    named = {
+        name for name in modules if f"{name.rpartition('/')[0]}/test_{name.rpartition('/')[2]}.py".lstrip("/") in tests
+    }
+    twice = {name for name in told if told.count(name) > 1}
+    return (modules - named - set(told)) | (set(told) - (modules - named)) | twice
+
+
+def test_every_module_has_a_test_that_is_found() -> None:
+    """By its name, or in the table of CONTRIBUTING.md."""
+    lpr_, tests = ROOT / "lpr", ROOT / "tests"
+    modules = {str(each.relative_to(lpr_))[:-3] for each in lpr_.rglob("*.py") if not each.stem.startswith("__")}
+    found = {str(each.relative_to(tests)) for each in tests.rglob("test_*.py")}
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert not untold(table, modules, found)
+    assert untold(table, {*modules, "core/none"}, found) == {"core/none"}, "a new module"
+    assert untold(table, modules - {"core/pool"}, found) == {"core/pool"}, "one that is no more"
+    assert untold(table, modules, {*found, "core/test_pool.py"}) == {"core/pool"}, "one that has a file by now"
+    assert "core/test_drafting.py" in untold(table, modules, found - {"core/test_drafting.py"}), (
+        "a file that is no more"
+    )

@@ -55,7 +55,6 @@ def test_llama_vim_in_a_real_vim():
         assert "return x + 1" in found, found
 
 
-@pytest.mark.long
 def test_schemathesis_finds_no_5xx(tmp_path):
     if not clients.has("schemathesis"):
         pytest.skip("schemathesis is not installed")

@@ -57,7 +57,6 @@ def completed(command: list[str], target: Path | None, *_: Any) -> int:
     return int(target is not None)
 
 
-@pytest.mark.long
 def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "gpu_check.json"
     monkeypatch.setattr(several, "run_and_kill", completed)
@@ -221,7 +220,6 @@ def loaded_there(gpu: PretendGpu, small_bundled: Path, monkeypatch: pytest.Monke
     return gpu
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) -> None:
     """As on one GPU, but for sizes: within its budgets, each section with its rows, and the report reads the file.

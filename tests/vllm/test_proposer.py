@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 import lpr.native
@@ -514,21 +513,6 @@ def test_replicas_learn_of_each_other() -> None:
         one.close()
         two.close()
         store.close()
-
-
-@pytest.mark.long
-def test_memory_is_bounded_over_100_000_outputs() -> None:
-    proposer = Proposer(config(capacity=20_000, num_nodes=1))
-    random_ = np.random.default_rng(0)
-    process, sizes = psutil.Process(), list[int]()
-    tokens, sampled = random_.integers(0, VOCABULARY, (8, LONGEST), np.int32), [[1, 1, 1]] * 8
-    counts = np.full(8, 12, np.int32)
-    for number in range(100_000 // 8):
-        tokens[:, :12] = random_.integers(0, VOCABULARY, (8, 12))
-        proposer.propose(sampled, counts, tokens)
-        if number % 2500 == 2499:
-            sizes.append(process.memory_info().rss)
-    assert sizes[-1] < sizes[0] + (8 << 20), sizes
 
 
 SOURCES = Path(os.environ.get("LPR_PEER_SOURCES", "/nonexistent")) / "vllm"

@@ -29,39 +29,6 @@ ROOM = (2 << 30) + (48 << 20), 4 << 30
 """Free and whole memory of a GPU that another engine is on already."""
 
 
-@pytest.mark.long
-def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
-    gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heights: set[int] = set()
-    multiply = nn.Linear.forward
-
-    def counted(self: nn.Linear, states: torch.Tensor) -> torch.Tensor:
-        heights.add(states.flatten(0, -2).shape[0])
-        return multiply(self, states)
-
-    model = tiny_model(spread=0.12).to(torch.bfloat16)
-    plain = Engine.from_model(
-        to_gpu(copy.deepcopy(model)), decode=DecodeConfig.autoregressive(max_batch_size=1), exact=True, graphs=False
-    )
-    assert plain.model.attention == "triton" and plain.model.exact
-    expected = [each.token_ids for each in plain.generate(PROMPTS, PARAMS)]
-    monkeypatch.setattr(nn.Linear, "forward", counted)
-    gpu.memory = ROOM
-    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, exact=True)
-    graphs = engine.model.graphs
-    assert graphs is not None and {shape.num_entries % 64 for shape in graphs.common_shapes(8)} == {0}
-    heights.clear()
-    done = engine.generate(PROMPTS, PARAMS)
-    assert [each.token_ids for each in done] == expected
-    assert sum(each.stats.num_steps for each in done) < 20, "drafts were accepted"
-    assert engine.model.graph_reason is None and gpu.num_replays
-    engine.model.capturer = None
-    engine.configure(engine.decode)
-    assert [each.token_ids for each in engine.generate(PROMPTS, PARAMS)] == expected
-    assert heights == {check.HEIGHT}
-
-
 def test_products_that_depend_on_the_height_are_found(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that takes another kernel for other heights, met by a model that is not pinned."""
     multiply = nn.Linear.forward
@@ -88,9 +55,7 @@ def replays_that_round_otherwise(patch: pytest.MonkeyPatch, rows: int) -> None:
     patch.setattr(nn.Linear, "forward", mutant)
 
 
-@pytest.mark.parametrize(
-    "rows", [0, pytest.param(64, marks=pytest.mark.long), pytest.param(256, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("rows", [0])
 def test_replays_are_compared_with_direct_steps_at_every_height(
     rows: int, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

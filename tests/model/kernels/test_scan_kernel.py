@@ -136,10 +136,8 @@ def linear(world: World, kind: str, dim: int, dim_v: int, dtype: torch.dtype = t
 @pytest.mark.parametrize(
     ("kind", "dim", "dim_v", "with_trunk"),
     [
-        pytest.param("delta", 128, 64, True, marks=pytest.mark.long),
         ("delta", 24, 40, False),
         ("per channel", 64, 16, True),
-        pytest.param("ssd", 64, 128, True, marks=pytest.mark.long),
     ],
 )
 def test_linear_attention(kind: str, dim: int, dim_v: int, with_trunk: bool) -> None:
@@ -325,7 +323,7 @@ def few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lpr.engine.prepare.self_check", without_a_check)
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen3_next", marks=pytest.mark.long), "jamba"])
+@pytest.mark.parametrize("name", ["jamba"])
 def test_an_engine_emits_the_same_ids(name: str, few_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lpr.model.recurrent.states.KERNEL_DEVICES", ("cuda", "cpu"))
     params = SamplingParams(max_new_tokens=4)

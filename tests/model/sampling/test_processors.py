@@ -58,9 +58,8 @@ from lpr.model.sampling.processors import (
 from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel
 from lpr.native import StepDraft
-from tests.engine.test_lossless import stock_greedy
 from tests.fakes.altered_gather import change_received
-from tests.fakes.models import tiny_model
+from tests.fakes.models import stock_greedy, tiny_model
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(40)], [9, 9, 4, 2] * 6]

@@ -46,7 +46,6 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.mark.long
 def test_an_idle_job_outlives_its_timeouts_and_then_answers() -> None:
     """Three time-outs of a step pass without work."""
     with ranks_of(timeout=4, idle=13, then="answer") as ranks:
@@ -63,9 +62,9 @@ def test_an_idle_job_outlives_its_timeouts_and_then_answers() -> None:
     ("lost", "how", "then"),
     [
         (1, signal.SIGKILL, "wait"),
-        pytest.param(1, signal.SIGSTOP, "wait", marks=pytest.mark.long),
-        pytest.param(0, signal.SIGKILL, "wait", marks=pytest.mark.long),
-        pytest.param(1, signal.SIGSTOP, "decode", marks=pytest.mark.long),
+        (1, signal.SIGSTOP, "wait"),
+        (0, signal.SIGKILL, "wait"),
+        (1, signal.SIGSTOP, "decode"),
     ],
 )
 def test_a_lost_rank_is_noticed_within_seconds(lost: int, how: signal.Signals, then: str) -> None:
