@@ -87,6 +87,8 @@ def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candid
     """Draft this rank's trees; all ranks draft the trees that they share alike."""
     comm, digests = exchange.comm, None
     if comm.size * comm.tp_size > 1:
+        complete = exchange.carries_trees or all([len(request.homes) == comm.size for request in plan.decoding])
+        assert complete, "a rank that is not home would need a tree that does not travel"
         digests = [*(request.running.digest for request, _ in plan.filling), plan.digest]
     return draft_step(
         [request.running for request in plan.decoding],
