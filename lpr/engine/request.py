@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from lpr.engine.text import TextStream
 from lpr.model.sampling.processors import Processor, Processors
 from lpr.native import Conclusion, SequenceState
 from lpr.protocol import Chunk, ErrorCode, Failure, Submit, TokenLogprobs, Usage
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -349,8 +352,11 @@ class Request:
                 return
             self.error = f"the model's logits for output token {self.num_output + 1} are not numbers (NaN)"
         else:
+            owner = [concluded.path[-1] in shard.owned for shard in concluded.shards].index(True)
             known = self.processors.failure if self.processors is not None else None
-            self.error = known or "a logits processor failed on another rank, whose Completion says how"
+            if known is not None:  # rank 0's clients and users do not see what another rank knows
+                log.warning("request %s: %s", self.id, known)
+            self.error = known or f"a logits processor failed on rank {owner}, whose log says how"
         self.finish_reason = "error"
         self._write_texts()
         self.text_stream.close()

@@ -74,7 +74,7 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     # A step that has lost a rank is dropped: up to here it has changed nothing.
     concluded, moves = gathered.conclude(budgets)
     commit(model, rows, [concluded[index] for index in draft.mine], moves)
-    advance_states(model, rows, [concluded[index] for index in draft.mine], fills, draft.rank)
+    advance_states(model, rows, [(plan.decoding[i], concluded[i]) for i in draft.mine], fills, draft.rank)
     for request, counts in plan.filling:
         count_filled(request, counts)
     logprobs = gathered.logprobs()
@@ -200,13 +200,23 @@ def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion
 
 
 def advance_states(
-    model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion], fills: Sequence[Row], rank: int
+    model: TreeModel,
+    rows: Sequence[Row],
+    concluded: Sequence[tuple[Request, Conclusion]],
+    fills: Sequence[Row],
+    rank: int,
 ) -> None:
-    """Let the states of recurrent layers follow the same entries, and all entries of `fills`."""
+    """Let the states of recurrent layers follow the entries that count as computed, and all entries of `fills`.
+
+    The root does not where the rank that owns it met NaN: it is evaluated again.
+    """
     cache = model.cache
     assert cache is not None
     if cache.has_states:
-        kept = [accepted_entries(row, each, rank) for row, each in zip(rows, concluded, strict=True)]
+        kept = [
+            accepted_entries(row, each, rank)[: request.running.num_computed_tokens[rank] - row.num_cached]
+            for row, (request, each) in zip(rows, concluded, strict=True)
+        ]
         cache.states.advance([*rows, *fills], [*kept, *(range(row.num_entries) for row in fills)])
 
 
