@@ -165,6 +165,10 @@ class KVCache(StatesInCache, Cache, ABC):
         """Zero pages."""
 
     @abstractmethod
+    def clear_all(self) -> None:
+        """Zero all pages that a slot has had."""
+
+    @abstractmethod
     def swap_out(self, page: int, host_page: int) -> None:
         """Copy a page to a page of host memory."""
 
