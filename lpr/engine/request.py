@@ -305,7 +305,7 @@ class Request:
         if concluded.failure == NOT_A_NUMBER:
             if len(concluded.tree) > 1:
                 return
-            self.error = f"the model's logits for output token {self.num_output + 1} are not numbers (NaN)"
+            self.error = f"the model's logits for output token {self.num_output + 1} are not numbers (NaN), or all -inf"
         else:
             known = self.processors.failure if self.processors is not None else None
             self.error = known or "a logits processor failed on another rank, whose Completion says how"
