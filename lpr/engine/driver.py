@@ -14,6 +14,7 @@ from lpr.engine.commands import Command, CommandLog, Costs, TakeIn
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Schedule
+from lpr.model.modes import in_own_modes
 
 
 class Driver:
@@ -48,6 +49,7 @@ class Driver:
         self.replica.requests.announced[request.id] = request
         self.post(request.submit)
 
+    @in_own_modes
     def step(self) -> None:
         """Take a step if there is work, and apply the commands after it. Else wait for commands on other ranks."""
         if self.replica.scheduler.is_idle:

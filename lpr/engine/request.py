@@ -15,6 +15,7 @@ from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.tree import Source
 from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
+from lpr.engine.turns import Turns, in_turn
 from lpr.model.sampling.processors import Processor, Processors
 from lpr.native import Conclusion, SequenceState
 from lpr.protocol import Chunk, ErrorCode, Failure, Submit, TokenLogprobs, Usage
@@ -69,8 +70,11 @@ class Request:
         eos_token_ids: frozenset[int],
         device: torch.device,
         processors: Sequence[Processor] = (),
+        turns: Turns | None = None,
     ) -> None:
         """The request that a command describes, with its delivered tokens as output; raises InputError."""
+        self.turns = turns or Turns()
+        """Of the engine, whose steps write to this."""
         self.id, self.prompt, self.params, self.num_prompt = command.id, prompt, command.params, command.num_prompt
         self.tokens = list(command.token_ids)
         """Prompt and output: the only list of them; `state` extends it."""
@@ -116,6 +120,7 @@ class Request:
         """Of text in chunks so far, or delivered before."""
 
     @property
+    @in_turn
     def submit(self) -> Submit:
         """The command that submits this request as it is now."""
         self.collect()
@@ -179,12 +184,14 @@ class Request:
         return self.state
 
     @property
+    @in_turn
     def stats(self) -> DecodeStats:
         """Counts of its steps so far."""
         self.collect()
         return self._stats
 
     @property
+    @in_turn
     def logprobs(self) -> list[TokenLogprobs]:
         """Per token of the output, if `params` ask for them."""
         self.collect()
@@ -200,11 +207,13 @@ class Request:
         self._stats, self._logprobs = stats, list(logprobs)
 
     @property
+    @in_turn
     def chunks(self) -> deque[Chunk]:
         """What steps added since the last `take`, which completes their text."""
         self.collect()
         return self._chunks
 
+    @in_turn
     def take(self) -> list[Chunk]:
         """The chunks since the last call, with their text."""
         self.write()
@@ -212,6 +221,7 @@ class Request:
         self._chunks.clear()
         return taken
 
+    @in_turn
     def resend(self, num_tokens: int) -> Chunk:
         """The output behind the first `num_tokens` tokens as one chunk, for a receiver of whole chunks."""
         ids, known = self.token_ids[num_tokens:], self._new_stream()
@@ -313,6 +323,7 @@ class Request:
         self._write_texts()
         self.text_stream.close()
 
+    @in_turn
     def completion(self) -> Completion:
         """The finished request's output."""
         assert self.finish_reason is not None

@@ -60,7 +60,7 @@ class Selection:
                 min(each.top_k, 2**31 - 1),
                 each.top_p,
                 each.min_p,
-            )  # fmt: skip
+            )
             for each, _ in requests
         ]
         positions = [np.ascontiguousarray(each, np.int32) for _, each in requests]
