@@ -19,8 +19,8 @@ from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.packing import PackedLinear
 from lpr.model.runner import TreeModel
 
-_PLACES = (0.0, 0.382, 0.777)
-"""Where values of a parameter are read."""
+_MOST_READ = 3
+"""Values of a parameter that are read."""
 _SMALL = 4096
 """Buffers with fewer values are no weights; models write to theirs."""
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
@@ -43,7 +43,9 @@ class Watch:
         held = [(table, name, found) for each in modules for table, name, found in _weights(each)]
         self._held = held
         self._weights = list({id(found): found for _, _, found in held}.values())
-        self._layouts = [_layout(each) for each in self._weights]
+        self._forms = [_form(found) for _, _, found in held]
+        self._placed = [each for each in self._weights if not is_traceable_wrapper_subclass(each)]
+        self._places = [each.data_ptr() for each in self._placed]
         self._counted = [each for each in self._weights if not each.is_inference()]
         self._versions = [each._version for each in self._counted]
         self._samples = _samples(self._weights)
@@ -71,12 +73,10 @@ class Watch:
             if _parts(module) != parts:
                 raise _refused(f"a {type(module).__name__} has other parts, or another forward")
         moved = any([table.get(name) is not found for table, name, found in self._held])
-        held = [table.get(name) for table, name, _ in self._held] if moved else []
-        weights = list({id(each): each for each in held if each is not None}.values()) if moved else self._weights
-        layouts = [_layout(each) for each in weights]
-        if len(layouts) != len(self._layouts) or [each[1:] for each in layouts] != [each[1:] for each in self._layouts]:
-            raise _refused("its weights have another shape, dtype or device")
-        moved = moved or layouts != self._layouts
+        if moved or [each.data_ptr() for each in self._placed] != self._places:
+            moved = True
+            if [_form(table.get(name)) for table, name, _ in self._held] != self._forms:
+                raise _refused("its weights have another shape, dtype or device")
         hooks = any([_hooks(module) != hooks for module, _, hooks in self._modules])
         if not moved and not hooks and self._is_same():
             return False
@@ -146,24 +146,24 @@ def _weights(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
     return found + [(buffers, name, each) for name, each in large]
 
 
-def _layout(weight: Tensor) -> tuple[Any, ...]:
-    """Where a weight lies, and its form."""
-    address = 0 if is_traceable_wrapper_subclass(weight) else weight.data_ptr()
-    return address, weight.dtype, weight.device, weight.shape
+def _form(weight: Tensor | None) -> tuple[Any, ...]:
+    """What an engine cannot follow a change of."""
+    return () if weight is None else (weight.dtype, weight.device, weight.shape)
 
 
-def _samples(weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Views of a few values of each weight, by device."""
-    found: dict[torch.device, list[Tensor]] = {}
+def _samples(weights: Sequence[Tensor]) -> list[list[tuple[Tensor, int, int]]]:
+    """By device, the weights of which values are read: how many, and how far apart in memory."""
+    found: dict[torch.device, list[tuple[Tensor, int, int]]] = {}
     for weight in weights:
         known = weight.dtype in _DTYPES and weight.device.type != "meta" and weight.numel()
         if known and not is_traceable_wrapper_subclass(weight):
-            for part in _PLACES:
-                place = [int(part * size) for size in weight.shape]
-                found.setdefault(weight.device, []).append(weight.detach()[tuple(place)].view(1))
+            count = min(_MOST_READ, weight.numel()) if weight.is_contiguous() else 1
+            found.setdefault(weight.device, []).append((weight, count, weight.numel() // count))
     return list(found.values())
 
 
-def _read(samples: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The bits of samples: a NaN equals itself."""
-    return [torch.cat([*views]).double().view(torch.int64) for views in samples]
+@torch.no_grad()
+def _read(samples: Sequence[Sequence[tuple[Tensor, int, int]]]) -> list[Tensor]:
+    """The bits of samples: a NaN equals itself. No view stays, as it would keep memory that a program frees."""
+    views = [[each.as_strided((count,), (step,)) for each, count, step in found] for found in samples]
+    return [torch.cat(found).double().view(torch.int64) for found in views]
