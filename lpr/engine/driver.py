@@ -18,6 +18,7 @@ from lpr.engine.commands import Command, CommandLog, Costs, TakeIn
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Schedule
+from lpr.model.modes import in_own_modes
 from lpr.protocol import Abort, MeshError, Stop
 
 
@@ -62,6 +63,7 @@ class Driver:
             announced.pop(request.id, None)
             raise
 
+    @in_own_modes
     def step(self) -> None:
         """Take a step if there is work, and apply the commands after it. Else wait for commands on other ranks."""
         self.replica.check_open()

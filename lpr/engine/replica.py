@@ -43,8 +43,10 @@ from lpr.engine.sizing import Sizer, resolve_sizes
 from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
+from lpr.engine.turns import Turns
 from lpr.model.heads.guesses import num_entries, num_guesses
 from lpr.model.loader import Loaded
+from lpr.model.watch import Watch
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
 
@@ -83,7 +85,10 @@ class Replica(StepHooks):
         """The last step and its milliseconds, until the sizer has seen it."""
         self.model, self.like, given = prepare(loaded, decode, options, comm)
         self.start_times = StartTimes(given, comm)
-        self.requests = RequestTable(loaded.tokenizer, loaded.eos_token_ids, self.model.device)
+        self.turns = Turns()
+        """Taken by each thread that works on this replica or reads its requests."""
+        self.requests = RequestTable(loaded.tokenizer, loaded.eos_token_ids, self.model.device, self.turns)
+        self.watch = Watch(self.model)
 
     def check_open(self) -> None:
         """Raise `closed`, if the engine takes no further step."""
@@ -148,8 +153,13 @@ class Replica(StepHooks):
     # A step.
 
     def schedule(self) -> Schedule[Request]:
-        """Give free slots to waiting requests; what each running request does in the next step."""
+        """Give free slots to waiting requests; what each running request does in the next step.
+
+        Raises InputError if the model has changed in a way that this engine cannot follow.
+        """
         self.is_whole = False
+        if self.watch.hints or (self.scheduler.waiting and not self.scheduler.running):
+            self.follow_model()
         while (admitted := self.scheduler.admit()) is not None:
             request, computed = admitted
             request.state = self._new_state(request, computed)
@@ -160,6 +170,19 @@ class Replica(StepHooks):
         self._move()
         self.is_whole = True
         return schedule
+
+    def follow_model(self) -> None:
+        """Forget K/V that other weights computed; requests that have some end with an error."""
+        changed = self.watch.has_changed()
+        self.model.adapter.trains = self.watch.trains
+        if not changed:
+            return
+        for request in list(self.scheduler.running):
+            request.collect()
+            request.error = "the model's weights have changed while this request was decoded"
+            self._release(request)
+            self._end(request, "error")
+        self.scheduler.placement.forget()
 
     def run(self, schedule: Schedule[Request], num_command_bytes: int) -> StepResult:
         """Take the scheduled step, whose header announces `num_command_bytes` on the driver."""

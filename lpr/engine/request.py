@@ -16,6 +16,7 @@ from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.tree import Source
 from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
+from lpr.engine.turns import Turns, in_turn
 from lpr.model.sampling.processors import Processor, Processors
 from lpr.native import Conclusion, SequenceState
 from lpr.protocol import Chunk, ErrorCode, Failure, Submit, TokenLogprobs, Usage
@@ -72,8 +73,11 @@ class Request:
         eos_token_ids: frozenset[int],
         device: torch.device,
         processors: Sequence[Processor] = (),
+        turns: Turns | None = None,
     ) -> None:
         """The request that a command describes, with its delivered tokens as output; raises InputError."""
+        self.turns = turns or Turns()
+        """Of the engine, whose steps write to this."""
         self.id, self.prompt, self.params, self.num_prompt = command.id, prompt, command.params, command.num_prompt
         self.tokens = list(command.token_ids)
         """Prompt and output: the only list of them; `state` extends it."""
@@ -127,6 +131,7 @@ class Request:
         """True while its chunks are made, and for ever if that was interrupted: some of them are lost."""
 
     @property
+    @in_turn
     def submit(self) -> Submit:
         """The command that submits this request as it is now."""
         self.collect()
@@ -195,12 +200,14 @@ class Request:
         return self.error is None and (self.num_output > 0 or not self._had_nan)
 
     @property
+    @in_turn
     def stats(self) -> DecodeStats:
         """Counts of its steps so far."""
         self.collect()
         return self._stats
 
     @property
+    @in_turn
     def logprobs(self) -> list[TokenLogprobs]:
         """Per token of the output, if `params` ask for them."""
         self.collect()
@@ -216,11 +223,13 @@ class Request:
         self._stats, self._logprobs = stats, list(logprobs)
 
     @property
+    @in_turn
     def chunks(self) -> deque[Chunk]:
         """What steps added since the last `take`, which completes their text."""
         self.collect()
         return self._chunks
 
+    @in_turn
     def take(self) -> list[Chunk]:
         """The chunks since the last call, with their text."""
         self.write()
@@ -228,6 +237,7 @@ class Request:
         self._chunks.clear()
         return taken
 
+    @in_turn
     def resend(self, num_tokens: int) -> Chunk:
         """The output behind the first `num_tokens` tokens as one chunk, for a receiver of whole chunks."""
         ids, known = self.token_ids[num_tokens:], self._new_stream()
@@ -350,7 +360,7 @@ class Request:
             if len(concluded.tree) > 1:
                 self._had_nan = True
                 return
-            self.error = f"the model's logits for output token {self.num_output + 1} are not numbers (NaN)"
+            self.error = f"the model's logits for output token {self.num_output + 1} are not numbers (NaN), or all -inf"
         else:
             owner = [concluded.path[-1] in shard.owned for shard in concluded.shards].index(True)
             known = self.processors.failure if self.processors is not None else None
@@ -361,6 +371,7 @@ class Request:
         self._write_texts()
         self.text_stream.close()
 
+    @in_turn
     def completion(self) -> Completion:
         """The finished request's output."""
         assert self.finish_reason is not None

@@ -14,6 +14,7 @@ from lpr.config import InputError, SamplingParams
 from lpr.core.suffix_index import END
 from lpr.engine.exchange import DesyncError
 from lpr.engine.request import Prompt, Request
+from lpr.engine.turns import Turns
 from lpr.model.sampling.processors import Processor
 from lpr.protocol import RequestId, Submit
 
@@ -21,8 +22,11 @@ from lpr.protocol import RequestId, Submit
 class RequestTable:
     """Open and announced requests, and the next free number."""
 
-    def __init__(self, tokenizer: Any | None, eos_token_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(
+        self, tokenizer: Any | None, eos_token_ids: frozenset[int], device: torch.device, turns: Turns | None = None
+    ) -> None:
         """An empty table; requests are made for this tokenizer, and their masks on `device`."""
+        self._turns = turns or Turns()
         self.open: dict[RequestId, Request] = {}
         """Submitted and not finished, the same on every rank."""
         self.announced: dict[RequestId, Request] = {}
@@ -33,7 +37,7 @@ class RequestTable:
     def make(self, command: Submit, prompt: Prompt | None = None, processors: Sequence[Processor] = ()) -> Request:
         """The request that a command describes; `prompt` is what its Completion shows, by default the ids."""
         prompt = prompt if prompt is not None else command.token_ids[: command.num_prompt]
-        return Request(command, prompt, *self._facts, processors)
+        return Request(command, prompt, *self._facts, processors, self._turns)
 
     def new_id(self, wanted: RequestId | None) -> RequestId:
         """`wanted`, or the next number; raises InputError if it is in use."""

@@ -200,6 +200,28 @@ def test_a_bad_field_is_a_400_that_names_it(service, body, param):
     assert len(service.driver.submitted) == begin
 
 
+_SAY = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("temperature", ["1e-39", "5e-324", "1e39", "1e999", "NaN", "-1e-300"])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": _SAY}),
+        ("/v1/messages", {"messages": _SAY, "max_tokens": 4}),
+        ("/v1/responses", {"input": "a"}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+    ],
+)
+def test_a_temperature_that_float32_does_not_have_is_a_400_on_every_route(service, path, body, temperature):
+    begin, content = len(service.driver.submitted), json.dumps(body)[:-1] + f', "temperature": {temperature}}}'
+    answer = service.client.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert "temperature" in answer.text or "JSON" in answer.text
+    assert len(service.driver.submitted) == begin
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1]", b"null", b'{"prompt": "\\ud800"}', b"\xff", b'{"a' + b"[" * 99999]
 )

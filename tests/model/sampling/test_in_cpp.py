@@ -53,14 +53,15 @@ def test_rows_in_doubt_are_rare_and_others_need_no_second_look(
 @pytest.mark.parametrize("count", [1, 3])
 def test_threads_and_rows_without_a_choice(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: count)
-    logits = peaked(torch.Generator().manual_seed(9), 7, 9000)
+    logits = peaked(torch.Generator().manual_seed(9), 8, 9000)
+    logits[7] = -torch.inf
     logits[1, 77], logits[3], logits[4, 5] = torch.nan, -torch.inf, torch.inf
     for params in PARAMS:
-        requests = [(params, [i]) for i in range(6)] + [(SamplingParams(), [6])]
+        requests = [(params, [i]) for i in range(6)] + [(SamplingParams(), [6]), (SamplingParams(), [7])]
         selection = Selection.build(requests)
         chosen = in_cpp.draw(logits, selection)
         assert torch.equal(chosen, specification.pick(logits, selection))
-        assert [code == NOT_A_NUMBER for code in chosen.tolist()] == [False, True, False, True, True, False, False]
+        assert [code == NOT_A_NUMBER for code in chosen.tolist()] == [False, True, False, True, True, False, False, True]
 
 
 def test_ties_go_to_the_specification() -> None:

@@ -71,7 +71,11 @@ def test_rows_without_a_choice(name: str, value: float) -> None:
     chosen = together(logits, selection, EDGES["even"], False)[0]
     expected = specification.pick(logits, selection)
     assert chosen.tolist() == expected.tolist()
-    assert (expected[3] == NOT_A_NUMBER) == (name != "greedy" or value != value)
+    assert (expected[3] == NOT_A_NUMBER) == (name != "greedy" or value != torch.inf)
+    logits = rows_of(1)
+    logits[3, : EDGES["even"][1]] = -torch.inf  # one part alone has nothing: others have
+    chosen = together(logits, selection, EDGES["even"], False)[0]
+    assert chosen.tolist() == specification.pick(logits, selection).tolist() and chosen[3] >= 0
 
 
 def test_what_limits_compare_is_not_chosen_in_parts() -> None:

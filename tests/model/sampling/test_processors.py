@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -46,6 +47,7 @@ from lpr.engine.exchange import Exchange
 from lpr.model.paged_cache import PagedCache
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.processors import (
+    NOTHING_LEFT,
     ROW_BY_ROW,
     Forced,
     LogitBias,
@@ -363,7 +365,13 @@ def test_min_new_tokens_and_stop_token_ids(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be float > 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be float >= 1e-38"),
+        *(({"temperature": value}, rf"temperature={value} must be 0 or from 1e-38 to 1e\+38") for value in (9e-39, 5e-324)),
+        *(({"temperature": value}, "temperature=") for value in (1.1e38, 1e300, math.inf, math.nan, -1e-300)),
+        *(({name: 1.1e38}, name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
+        *(({name: math.nan}, name) for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty")),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+        ({"logit_bias": {1: -1.1e38}}, "logit_bias"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 must be int >= 0"),
         ({"min_new_tokens": 65}, "min_new_tokens=65 must be from 0 to max_new_tokens=64"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
@@ -398,7 +406,7 @@ def failing_at(length: int, how: str) -> Processor:
             raise ValueError("no such state\nand more of it")
         if how == "returns nonsense":
             return scores[:, :5]
-        return torch.full_like(scores, float("nan"))
+        return torch.full_like(scores, float(how.split()[1]))
 
     return processor
 
@@ -409,6 +417,7 @@ def failing_at(length: int, how: str) -> Processor:
         ("raises", "logits processor processor failed: ValueError: no such state"),
         ("returns nonsense", r"logits processor processor failed: it returned \[1, 5\] for scores \[1, 97\]"),
         ("returns NaN", "left no token to choose"),
+        ("returns -inf", "left no token to choose"),
     ],
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -527,8 +536,26 @@ def test_nan_ends_its_request_only(model: PreTrainedModel, num_ranks: int, tempe
         assert [each.finish_reason for each in done] == ["error", "error", "length", "length", "length"]
         kept = clean[0][: clean[0].index(token) + 1]
         assert [each.token_ids for each in done] == [[], kept, clean[1], clean[2], clean[1]]
-        assert done[0].error == "the model's logits for output token 1 are not numbers (NaN)"
-        assert done[1].error == f"the model's logits for output token {len(kept) + 1} are not numbers (NaN)"
+        assert done[0].error == "the model's logits for output token 1 are not numbers (NaN), or all -inf"
+        assert done[1].error == f"the model's logits for output token {len(kept) + 1} are not numbers (NaN), or all -inf"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_request_whose_every_token_is_forbidden_ends(engine: Engine, temperature: float) -> None:
+    """Each token once, and no vocabulary is longer than that: the other request goes on."""
+    params = SamplingParams(max_new_tokens=100, no_repeat_ngram_size=1, temperature=temperature)
+    used, other = engine.generate([PROMPTS[0], PROMPTS[2]], [params, SamplingParams(max_new_tokens=100)])
+    assert (used.finish_reason, used.error) == ("error", NOTHING_LEFT)
+    assert sorted({*used.token_ids, *PROMPTS[0]}) == list(range(97)) and len(used.token_ids) == 97 - 3
+    assert other.finish_reason == "length" and other.token_ids == stock_greedy(engine.model.model, PROMPTS[2], 100)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-30, 1e-20])
+def test_the_coldest_choice_is_the_greedy_one(engine: Engine, temperature: float) -> None:
+    """Also where a logit over the temperature is beyond float32."""
+    params = SamplingParams(max_new_tokens=20, temperature=temperature, logit_bias={3: 50.0})
+    greedy = engine.generate(PROMPTS, SamplingParams(max_new_tokens=20, logit_bias={3: 50.0}))
+    assert [d.token_ids for d in engine.generate(PROMPTS, params)] == [d.token_ids for d in greedy]
 
 
 def test_an_aborted_request_leaves_no_nan_behind(model: PreTrainedModel) -> None:
