@@ -308,11 +308,11 @@ class Calls:
 
     def _pairs(self, tags: Tags, schema: Mapping[str, Any]) -> Parsing[None]:
         """Arguments in tags, up to what ends the call."""
-        reader, separator = self._reader, ""
+        reader, separator, ended = self._reader, "", ""
         reader.begin_object()
         while True:
             yield from reader.space()
-            mark = yield from reader.starts(tags.key, tags.close, *self._closes)
+            mark = ended or (yield from reader.starts(tags.key, tags.close, *self._closes))
             if mark != tags.key:
                 break
             attributes = yield from reader.run(_HEAD)
@@ -324,7 +324,7 @@ class Calls:
             kind = member(schema, key, schema)
             if 'string="' in attributes and not kinds(kind, schema):
                 kind = {"type": "string"} if 'string="true"' in attributes else _NO_STRING
-            yield from self._pair(tags, f"{separator}{dumps(key)}: ", kind, schema)
+            ended = yield from self._pair(tags, f"{separator}{dumps(key)}: ", kind, schema)
             separator = ", "
         if mark != tags.close:
             if not mark and not reader.is_over:
@@ -332,8 +332,11 @@ class Calls:
             reader.back(mark)
         reader.end_object()
 
-    def _pair(self, tags: Tags, begin: str, kind: Any, schema: Mapping[str, Any]) -> Parsing[None]:
-        """The value of an argument, up to its end. Strings are shown while they come."""
+    def _pair(self, tags: Tags, begin: str, kind: Any, schema: Mapping[str, Any]) -> Parsing[str]:
+        """The value of an argument, up to its end. Strings are shown while they come.
+
+        Returns the mark that ends it if that is not its own.
+        """
         reader, found = self._reader, kinds(kind, schema)
         hold = 0 if not found or found == {"string"} else 5 if found == {"string", "null"} else sys.maxsize
         early: list[str] = []
@@ -350,22 +353,28 @@ class Calls:
                 reader.begin_string(begin)
             reader.argue(json.dumps(text, ensure_ascii=False)[1:-1])
 
-        yield from reader.starts("\n")
+        has_break = bool((yield from reader.starts("\n")))
         ends = marks(tags.end, tags.key, tags.close, breaks=1)
-        while not (mark := (yield from reader.until(sink, ends))).endswith(tags.end):
-            if not mark:
+        while True:
+            found = yield from reader.until(sink, ends)
+            if not found:
                 raise MalformedError
-            if mark[0] == "\n" and (yield from self._ends_here(mark[1:], tags, schema)):
-                reader.back(mark[1:])
+            mark = found.removeprefix("\n")
+            if found != mark and mark == tags.end and has_break:
                 break
-            sink(mark)
+            if (found != mark or mark != tags.key) and (yield from self._ends_here(mark, tags, schema)):
+                if found != mark and not has_break:  # a line break that is a part of the value
+                    sink("\n")
+                break
+            sink(found)
         if is_begun:
             reader.end_string()
         else:
             reader.argue(begin + from_text("".join(early), kind, schema))
+        return "" if mark == tags.end else mark
 
     def _ends_here(self, mark: str, tags: Tags, schema: Mapping[str, Any]) -> Parsing[bool]:
-        """True if a value ends before a mark without its own end: another argument follows, or the end of the call."""
+        """True if a mark that may be a part of a value ends it: what follows says so."""
         reader, found = self._reader, False
 
         def look() -> Parsing[None]:
@@ -375,7 +384,8 @@ class Calls:
                 found = bool((yield from reader.starts(tags.key_end)) and member(schema, key, schema))
             else:
                 yield from reader.space()
-                found = bool((yield from reader.starts(*self._closes))) or reader.is_over
+                more = (tags.key, tags.close) if mark == tags.end else (tags.head,) if tags.head else ()
+                found = bool((yield from reader.starts(*self._closes, *self._announced, *more))) or reader.is_over
             raise MalformedError  # so that it is read again
 
         yield from reader.attempt(look, _drop)
