@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lpr.core.grammar import WHITE_SPACE
 from lpr.serve.text.calls import MARK, Format, Thoughts, Tools
 from lpr.serve.text.forms import BARE, QWEN, Tags
 from lpr.serve.text.typed import branches, kinds
 
-_SPACE = "\\n? {0,12}"
-"""White space within JSON: compact, as json.dumps writes it, or indented. Without a bound a model can stay in it."""
 _ANNOTATIONS = ("title", "description", "examples", "default", "$comment")
 
 
@@ -40,7 +39,7 @@ class CallGrammar:
     def json(self, schema: Any) -> str:
         """An expression for JSON of a schema."""
         bare = _bare(schema)
-        held = {**bare, "x-guidance": {"whitespace_pattern": _SPACE}} if isinstance(bare, dict) else bare
+        held = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **bare} if isinstance(bare, dict) else bare
         return self._rule("%json " + json.dumps(held, ensure_ascii=False))
 
     def text(self, format: Format, written: str = "") -> str:
