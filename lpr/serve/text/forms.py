@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lpr.serve.text.reader import REREAD, MalformedError, Parsing, Reader, Sink, marks, object_text
+from lpr.serve.text.reader import MalformedError, Parsing, Reader, Sink, marks, object_text
 from lpr.serve.text.typed import dumps, from_text, kinds, member
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -162,6 +162,8 @@ class Calls:
 
     def _note(self, text: str) -> None:
         """Note where blocks of code begin and end."""
+        if not self._ticks and "`" not in text:
+            return
         text = self._ticks + text
         rest = text.rstrip("`")
         self._num_fences += len(_FENCE.findall(rest))
@@ -367,6 +369,8 @@ class Calls:
                     sink("\n")
                 break
             sink(found)
+        if hold <= 0:
+            sink("")
         if is_begun:
             reader.end_string()
         else:
@@ -424,16 +428,9 @@ def harmony(reader: Reader, tools: Tools) -> Parsing[None]:
 
 def _header(reader: Reader, heads: list[str]) -> Parsing[None]:
     """The rest of a message's header, which is short."""
-
-    def sink(text: str) -> None:
-        heads.append(text)
-        if sum(map(len, heads)) > REREAD:
-            raise MalformedError
-
-    mark = yield from reader.until(sink, _BEHIND_HEADERS)
-    if mark == "<|message|>":
-        heads.append(mark)
-    elif mark or not _FORMAL.fullmatch("".join(heads)):
+    before, mark = yield from reader.within(_BEHIND_HEADERS)
+    heads += before, mark
+    if mark != "<|message|>" and (mark or not _FORMAL.fullmatch(before)):
         raise MalformedError
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from lpr.serve.text.typed import Schema, dumps, fitted, from_value, kinds, loads, member
 
@@ -39,8 +38,7 @@ class MalformedError(ValueError):
     """Text that is no call; the message is what was taken of it and not shown."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of a reply: some of a thought or of the text, a call's beginning, or some of its arguments."""
 
     kind: Literal["thought", "text", "call", "arguments"]
@@ -192,14 +190,16 @@ class Reader:
         """What was tried does not hold; returns the text that was taken."""
         self._tries.remove(tried)
         self.num_calls, self._closing = tried.num_calls, tried.closing
+        if tried.begin >= self._base:
+            return self._text[tried.begin - self._base : self._at]
         past: list[str] = []
         base = self._base
         for part in reversed(self._past):
-            if base <= tried.begin:
-                break
             past.append(part)
             base -= len(part)
-        return ("".join(reversed(past)) + self._text[: self._at])[tried.begin - base :]
+            if base <= tried.begin:
+                break
+        return "".join(reversed(past))[tried.begin - base :] + self._text[: self._at]
 
     def _rewind(self, place: int) -> None:
         parts: list[str] = []
@@ -232,12 +232,29 @@ class Reader:
             raise MalformedError
         yield
 
+    def within(self, wanted: Marks) -> Parsing[tuple[str, str]]:
+        """Take what comes before the first of some marks, and that or "" at the end of the reply, if it is short.
+
+        Raises MalformedError if more than REREAD characters come before it.
+        """
+        while True:
+            found = wanted.pattern.search(self._text, self._at, self._at + REREAD)
+            if found is None and len(self._text) - self._at < REREAD and not self._ended:
+                yield
+                continue
+            start, end = found.span() if found else (len(self._text), len(self._text))
+            if start - self._at >= REREAD:
+                raise MalformedError
+            before, self._at = self._text[self._at : start], end
+            return before, found[0] if found else ""
+
     def until(self, sink: Sink, wanted: Marks) -> Parsing[str]:
         """Pass on to `sink` what comes before the first of some marks; returns that, or "" at the end of the reply."""
         while True:
             found = wanted.pattern.search(self._text, self._at)
             end = found.start() if found else len(self._text) if self._ended else wanted.end(self._text, self._at)
-            sink(self._text[self._at : end])
+            if end > self._at:
+                sink(self._text[self._at : end])
             self._at = found.end() if found else end
             if found or self._ended:
                 return found[0] if found else ""
@@ -464,5 +481,7 @@ def object_text(text: str, schema: Schema) -> str:
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
     """The same pieces, with neighbours of one kind as one."""
+    if len(pieces) < 2:
+        return pieces
     groups = groupby(pieces, lambda piece: (piece.kind, piece.call))
     return [Piece(kind, "".join(piece.text for piece in group), call) for (kind, call), group in groups]
