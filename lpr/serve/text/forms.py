@@ -398,8 +398,8 @@ class Calls:
 
 _HARMONY = marks("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _BEHIND_HEADERS = marks("<|message|>", "<|end|>", "<|call|>", "<|return|>")
-_FORMAL = re.compile(r"[\w.=<>|\s-]*")
-"""What a header is made of."""
+_FORMAL = ("assistant", "analysis", "commentary", "final", "json", "to=functions.")
+"""What a header is made of, besides marks."""
 
 
 def harmony(reader: Reader, tools: Tools) -> Parsing[None]:
@@ -430,7 +430,9 @@ def _header(reader: Reader, heads: list[str]) -> Parsing[None]:
     """The rest of a message's header, which is short."""
     before, mark = yield from reader.within(_BEHIND_HEADERS)
     heads += before, mark
-    if mark != "<|message|>" and (mark or not _FORMAL.fullmatch(before)):
+    words = re.split(r"<\|[a-z]*\|?>?|\s+", before)
+    is_cut = not mark and all(any(formal.startswith(word) for formal in _FORMAL) for word in words)
+    if mark != "<|message|>" and not is_cut:  # the end of a reply that its limit has cut shows nothing
         raise MalformedError
 
 
