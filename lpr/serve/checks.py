@@ -22,6 +22,8 @@ class _Model:
     def __init__(self, max_length: int, templates: dict[str, str], special_tokens: dict[str, str]) -> None:
         self.max_length = max_length
         self.templates = ChatTemplates(templates, special_tokens)
+        for has_tools in (False, True) if templates else ():
+            self.templates.fit(has_tools)  # once, and not in each fork
 
 
 _model: _Model | None = None

@@ -262,7 +262,7 @@ def test_a_final_message_is_continued(service):
     body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     service.client.post("/v1/chat/completions", json=body).raise_for_status()
     tokens = service.front.context.served.tokens
-    assert tokens.decode(service.driver.submitted[-1].token_ids) == "<user>u</user><assistant>I say"
+    assert tokens.decode(service.driver.submitted[-1].token_ids) == "<user>u</user><assistant>I say "
 
 
 def test_the_template_is_told_more(service):
