@@ -87,6 +87,8 @@ async def chat_ids(request: Request, served: Served, body: ChatBody | TokenizeBo
 async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeBody) -> str:
     """The prompt of a conversation as text; raises ApiError."""
     messages, variables = served.conversation(body)
+    if not served.templates.is_known:
+        await unless_gone(request.receive, context_of(request).learn(served))
     has_own = getattr(body, "chat_template_kwargs", None) or "tools" in variables
     if not has_own and not any("tool_calls" in message for message in messages):
         return await aside(request, served.chat_text, messages, variables)

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -102,9 +103,20 @@ class ChatTemplates:
         names = ("tool_use", "default") if has_tools else ("default",)
         return next((name for name in names if name in self.sources), next(iter(self.sources)))
 
-    def fit(self, has_tools: bool = False) -> Fit:
-        """What the template reads, which is learnt when it is first used."""
-        name = self._name(has_tools)
+    @property
+    def is_known(self) -> bool:
+        """True if what the templates read has been learnt."""
+        return len(self._fits) == len(self.sources)
+
+    def know(self, fits: Mapping[str, Any]) -> None:
+        """Note what `learnt` returned elsewhere; a template that is missing there reads all."""
+        self._fits = {name: msgspec.convert(fits.get(name, {}), Fit) for name in self.sources}
+
+    def learnt(self) -> dict[str, Any]:
+        """What each template reads, as JSON values."""
+        return {name: msgspec.to_builtins(self._fit(name)) for name in self.sources}
+
+    def _fit(self, name: str) -> Fit:
         if name not in self._fits:
             has_calls = "tool_calls" in self.sources[name]
             self._fits[name] = learn(lambda messages, **more: self._render(name, messages, more), has_calls)
@@ -121,7 +133,7 @@ class ChatTemplates:
 
     def fitted(self, messages: Sequence[Plain], **more: Any) -> str:
         """The prompt of messages as clients send them, fitted to the template. Raises TemplateError."""
-        fit = self.fit(bool(more.get("tools")))
+        fit = self._fit(self._name(bool(more.get("tools"))))
         if more.get("tools"):
             more["tools"] = fit.tools(more["tools"])
         if "reasoning_effort" in more:
@@ -151,7 +163,7 @@ class ChatTemplates:
             at = EFFORTS.index(wanted)
             for effort in sorted(EFFORTS, key=lambda each: abs(EFFORTS.index(each) - at)):
                 with suppress(TemplateError):
-                    messages = self._fits[name].messages([{"role": "user", "content": "a"}])
+                    messages = self._fit(name).messages([{"role": "user", "content": "a"}])
                     self._render(name, messages, {"reasoning_effort": effort})
                     break
             else:

@@ -129,7 +129,7 @@ class Fit:
             elif message["role"] == "tool":
                 id = message.get("tool_call_id")
                 id = next(iter(open_calls), None) if id is None else self._id(id)
-                name = open_calls.pop(id, None) or message.get("name")
+                name = open_calls.pop(id or "", None) or message.get("name")
                 message = {**message, **({"tool_call_id": id} if id is not None else {})}
                 if self.names_results and name is not None:
                     message["name"] = name
