@@ -188,10 +188,10 @@ def test_bad_input_under_torchrun_is_one_message(arguments: list[str], message: 
 PROGRAM = """
 import os, sys
 from lpr.cli.generate import main
-from lpr.dist.runtime import World, leave
+from lpr.dist.runtime import leave
 rank = int(os.environ["RANK"])
 arguments = {arguments}
-leave(World.from_environment(), main(arguments))
+leave(main(arguments))
 """
 
 
