@@ -25,7 +25,7 @@ _NEUTRAL = {
 }  # fmt: skip
 """Fields of OpenAI's API that would change what is completed, with the value that asks for nothing."""
 _BATCH_URL = "/v1/completions"
-_MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
+_MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: ""}
 """Byte order marks, with which Windows' editors and shells begin files, and their encodings."""
 
 
@@ -57,7 +57,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
         raise InputError(f"cannot read prompts from {path}: {failure.strerror or failure}") from failure
     for mark, encoding in _MARKS.items():
         if data.startswith(mark):
-            data = data.decode(encoding, "surrogateescape").encode("utf-8", "surrogateescape")
+            data = data.decode(encoding, "replace").encode() if encoding else data[len(mark) :]
             break
     lines = [_parse(number, raw) for number, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
     if not lines:

@@ -32,13 +32,11 @@ def is_launched() -> bool:
     return bool(os.environ.get("RANK") and os.environ.get("MASTER_ADDR"))
 
 
-def number(name: str, default: int) -> int:
+def whole_number(name: str, default: int) -> int:
     """A whole number of a launcher's environment; raises InputError. An empty variable is one that is not set."""
     text = os.environ.get(name) or str(default)
     if not text.strip().isdecimal() or len(text) > _DIGITS:
-        raise InputError(
-            f"{name} must be a whole number, not {text[:40]!r}: unset it, or start the ranks with torchrun"
-        )
+        raise InputError(f"{name} must be a whole number, not {text[:40]!r}: unset it, or use torchrun")
     return int(text)
 
 

@@ -28,7 +28,7 @@ from lpr.dist.group import FindLoss, Group, join_replica, leave_replica
 from lpr.dist.heartbeat import Heartbeat
 from lpr.dist.membership import Membership
 from lpr.dist.nccl import prepare_environment
-from lpr.dist.places import DOOR, SUPERVISED, die_with_parent, is_launched, number
+from lpr.dist.places import DOOR, SUPERVISED, die_with_parent, is_launched, whole_number
 from lpr.dist.private_store import PrivateStore, inherited_door
 from lpr.dist.rendezvous import Member, Rendezvous
 
@@ -67,24 +67,22 @@ class World:
         alone = cls(rank=0, size=1, local_rank=0, attempt=0, launched=False)
         if not os.environ.get("RANK") and not os.environ.get("MASTER_ADDR"):
             return alone
-        size, rank = number("WORLD_SIZE", 1), number("RANK", 0)
+        size, rank = whole_number("WORLD_SIZE", 1), whole_number("RANK", 0)
         if not is_launched():
             if size == 1 and rank == 0:
                 return alone
             missing = "RANK" if os.environ.get("MASTER_ADDR") else "MASTER_ADDR"
-            raise InputError(
-                f"rank {rank} of WORLD_SIZE {size} has no {missing}: start the ranks with torchrun, or unset its variables"
-            )
+            raise InputError(f"rank {rank} of WORLD_SIZE {size} has no {missing}: use torchrun, or unset its variables")
         if size < 1 or (rank >= size and SUPERVISED not in os.environ):
             raise InputError(f"RANK {rank} is no rank of WORLD_SIZE {size}: start the ranks with torchrun")
         if size > 1:
-            number("MASTER_PORT", _PORT)
+            whole_number("MASTER_PORT", _PORT)
         return cls(
             rank=rank,
             size=size,
-            local_size=number("LOCAL_WORLD_SIZE", size),
-            local_rank=number("LOCAL_RANK", 0),
-            attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
+            local_size=whole_number("LOCAL_WORLD_SIZE", size),
+            local_rank=whole_number("LOCAL_RANK", 0),
+            attempt=whole_number("TORCHELASTIC_RESTART_COUNT", 0),
             launched=is_launched(),
             supervised=SUPERVISED in os.environ,
             has_agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -232,7 +230,7 @@ def connect_store(world: World, limit: timedelta, is_host: bool = False) -> dist
     """
     if world.supervised:
         return _private_store(limit)
-    host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT", _PORT)
+    host, port = os.environ["MASTER_ADDR"], whole_number("MASTER_PORT", _PORT)
     base = dist.TCPStore(
         host, port, None, is_master=is_host, timeout=limit, wait_for_workers=False, multi_tenant=is_host
     )

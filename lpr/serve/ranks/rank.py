@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from lpr.config import InputError
-from lpr.dist.places import number
+from lpr.dist.places import whole_number
 from lpr.protocol import MeshError
 from lpr.serve.messages import Loading, Refused
 from lpr.serve.options import parse
@@ -30,7 +30,7 @@ _RANK_0_SPEAKS = 10.0
 
 def main(argv: Sequence[str]) -> int:
     """Run this rank and return its exit code: 0, 1 (a rank was lost) or 2 (bad input)."""
-    rank = number("RANK", 0)
+    rank = whole_number("RANK", 0)
     line = None
     try:
         args = parse([*argv, *concealed()], quiet=rank != 0)
@@ -68,7 +68,7 @@ def launched(argv: Sequence[str]) -> int:
     # The launcher passes signals on to every rank. The front finishes open requests and then stops the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if number("RANK", 0) != 0:
+    if whole_number("RANK", 0) != 0:
         leave(main(argv))
     with tempfile.TemporaryDirectory(prefix="lpr-serve-", dir=socket_folder()) as folder:
         path = Path(folder) / "driver.sock"
