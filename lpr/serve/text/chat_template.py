@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from hashlib import blake2b
 from typing import Any
 
 import jinja2
@@ -31,7 +32,9 @@ RESERVED = frozenset((
 MOST_RENDERED = 1 << 24
 """Characters of a rendered prompt where the tokenizer gives no limit."""
 MOST_SHAPES = 1024
-"""Shapes of conversations whose lost texts are remembered."""
+"""Shapes of conversations whose fits are remembered."""
+_UNKNOWN = "unknown"
+"""Stands for the place of a lost text where the template refuses made-up texts."""
 CONTINUE = "continue_final_message"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `reasoning_effort`, in their order."""
@@ -87,8 +90,8 @@ class ChatTemplates:
         self.reserved = RESERVED | set(special_tokens)
         self._fits: dict[str, Fit] = {}
         self._efforts: dict[tuple[str, str], str] = {}
-        self._lost: dict[Hashable, list[str]] = {}
-        """Places of texts that a prompt does not show, by the shapes of conversations."""
+        self._chosen: dict[bytes, tuple[Fit, str | None]] = {}
+        """The fit of conversations by their shapes, and the place of a text that no fit shows."""
 
     def __bool__(self) -> bool:
         return bool(self.sources)
@@ -131,29 +134,43 @@ class ChatTemplates:
             self._name(bool(more.get("tools"))), messages, {"add_generation_prompt": add_generation_prompt, **more}
         )
 
-    def fitted(self, messages: Sequence[Plain], **more: Any) -> str:
-        """The prompt of messages as clients send them, fitted to the template. Raises TemplateError."""
-        fit = self._fit(self._name(bool(more.get("tools"))))
-        if more.get("tools"):
-            more["tools"] = fit.tools(more["tools"])
-        if "reasoning_effort" in more:
-            more["reasoning_effort"] = self._effort(self._name(bool(more.get("tools"))), more["reasoning_effort"])
-        return self.render(fit.messages(messages), **more)
+    def fitted(self, messages: Sequence[Plain], **more: Any) -> tuple[str, str | None]:
+        """The prompt of messages as clients send them, fitted to the template, and the place of a text that it lacks.
 
-    def lost(self, prompt: str, messages: Sequence[Plain], **more: Any) -> list[str]:
-        """Places of texts that the `prompt` of messages does not show, by a conversation of the same shape."""
-        has_tools = bool(more.pop("tools", None))
-        shape = (shape_of(messages), has_tools, repr(more))
-        if shape not in self._lost:
-            marks, words = marked(messages)
-            try:
-                text = self.fitted(marks, **more, **({"tools": [_TOOL]} if has_tools else {}))
-            except TemplateError:  # it takes these texts only
-                return [place for place, text in words.values() if text.strip() not in prompt]
-            if len(self._lost) >= MOST_SHAPES:
-                self._lost.clear()
-            self._lost[shape] = [place for word, (place, _) in words.items() if word not in text]
-        return self._lost[shape]
+        Raises TemplateError.
+        """
+        name = self._name(bool(more.get("tools")))
+        if "reasoning_effort" in more:
+            more["reasoning_effort"] = self._effort(name, more["reasoning_effort"])
+        others = {key: value for key, value in more.items() if key != "tools"}
+        shape = blake2b(repr((name, shape_of(messages), others)).encode("utf-8", "replace"), digest_size=16).digest()
+        if shape not in self._chosen:
+            if len(self._chosen) >= MOST_SHAPES:
+                self._chosen.clear()
+            self._chosen[shape] = self._choose(name, messages, more)
+        fit, lost = self._chosen[shape]
+        prompt = self._fitted(name, fit, messages, more)
+        if lost == _UNKNOWN:
+            _, words = marked(messages)
+            lost = next((place for place, text in words.values() if text.strip() not in prompt), None)
+        return prompt, lost
+
+    def _choose(self, name: str, messages: Sequence[Plain], more: Mapping[str, Any]) -> tuple[Fit, str | None]:
+        """The fit that shows all texts of a conversation of this shape, or the place of one that it lacks."""
+        marks, words = marked(messages)
+        found: tuple[Fit, str | None] | None = None
+        for fit in self._fit(name).varied():
+            with suppress(TemplateError):
+                text = self._fitted(name, fit, marks, {**more, **({"tools": [_TOOL]} if more.get("tools") else {})})
+                lost = next((place for word, (place, _) in words.items() if word not in text), None)
+                found = found if found is not None and lost is not None else (fit, lost)
+                if lost is None:
+                    break
+        return found if found is not None else (self._fit(name), _UNKNOWN)  # it may take these very texts
+
+    def _fitted(self, name: str, fit: Fit, messages: Sequence[Plain], variables: Mapping[str, Any]) -> str:
+        tools = {"tools": fit.tools(variables["tools"])} if variables.get("tools") else {}
+        return self._render(name, fit.messages(messages), {**variables, **tools})
 
     def _effort(self, name: str, wanted: Any) -> Any:
         """The nearest effort of reasoning that the template takes."""
@@ -190,12 +207,11 @@ def render_prompt(templates: ChatTemplates, messages: Sequence[Plain], variables
     end = f"q{secrets.token_hex(16)}x" if variables.get(CONTINUE) else ""  # no client's text has it
     given = [*messages[:-1], _ended(messages[-1], end)] if end else messages
     try:
-        text = templates.fitted(given, **more)
-        lost = templates.lost(text, given, **more)
+        text, lost = templates.fitted(given, **more)
     except TemplateError as failure:
         raise bad("messages", f"messages: the model's chat template refuses this: {failure}") from failure
-    if lost:
-        raise bad(lost[0], f"{lost[0]}: the model's chat template does not show this text")
+    if lost is not None:
+        raise bad(lost, f"{lost}: the model's chat template does not show this text")
     if end:
         text = _cut(templates, text, end, text_of(messages[-1]["content"]))
     if len(text) > most:
@@ -207,21 +223,18 @@ def render_prompt(templates: ChatTemplates, messages: Sequence[Plain], variables
 def _cut(templates: ChatTemplates, prompt: str, end: str, begun: str) -> str:
     """The prompt up to the mark `end` behind the `begun` answer, with that as the client wrote it."""
     text, mark, _ = prompt.rpartition(end)
-    if text.endswith(begun):
-        return text
+    kept = begun.lstrip()
+    if mark and text.endswith(kept):
+        return text[: len(text) - len(kept)] + begun
     thoughts = find_thoughts(templates.tool_source)
-    answer = begun.rpartition(thoughts[1])[2] if thoughts is not None else begun  # templates write thoughts their way
-    kept = answer.lstrip()
-    if not mark or not text.endswith(kept):
-        raise bad(CONTINUE, f"{CONTINUE}: the model's chat template does not show the last message's text as it is")
-    return text if answer != begun else text[: len(text) - len(kept)] + begun
+    answer = begun.rpartition(thoughts[1])[2] if thoughts is not None else begun
+    if mark and answer != begun and text.endswith(answer.lstrip()):  # the template writes a thought in its own way
+        return text
+    raise bad(CONTINUE, f"{CONTINUE}: the model's chat template does not show the last message's text as it is")
 
 
 def _ended(message: Plain, end: str) -> Plain:
-    """A message with a mark behind its text."""
+    """A message with a mark behind its text, which begins without white space: templates may trim that."""
     if message.get("tool_calls"):
         raise bad(CONTINUE, f"{CONTINUE}: the last message has calls, and no text goes on behind them")
-    content = message["content"] or ""
-    if isinstance(content, str):
-        return {**message, "content": content + end}
-    return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + end}]}
+    return {**message, "content": text_of(message["content"]).lstrip() + end}

@@ -34,6 +34,8 @@ class Fit:
 
     parts: frozenset[str] = frozenset()
     """Roles whose content it takes as a list of parts, and not as text."""
+    lists: frozenset[str] = frozenset()
+    """Roles whose content it takes in either form: the client's."""
     has_developer: bool = True
     has_system: bool = True
     """False: instructions become the beginning of the first user message."""
@@ -58,12 +60,25 @@ class Fit:
     """A message has one call, whose result follows."""
     calls_alone: bool = False
     """A message of calls has no text: that has a message of its own before them."""
+    calls_in_turns: bool = False
+    """The same, with an empty turn of the user between the two."""
     thoughts_beside_text: bool = True
     """False: a message of calls has a thought or a text, not both."""
     bare_tools: bool = False
     """Tools are functions without the wrapper of type "function"."""
     whole_tools: bool = False
     """Tools need a description and parameters."""
+
+    def varied(self) -> Iterator[Fit]:
+        """This fit, and others for conversations that it does not show whole."""
+        yield self
+        both = frozenset(("user", "assistant"))
+        yield replace(self, several=False)
+        yield replace(self, has_system=False)
+        yield replace(self, calls_alone=True)
+        yield replace(self, calls_in_turns=True)
+        yield replace(self, one_call=True)
+        yield replace(self, alternates=both)
 
     def messages(self, given: Iterable[Plain]) -> list[Plain]:
         """The messages for the template."""
@@ -145,8 +160,10 @@ class Fit:
         """A message, or its text and its calls, if these do not go together."""
         if message.get("tool_calls") and message["content"]:
             thinks = "reasoning_content" in message and not self.thoughts_beside_text
-            if self.calls_alone or thinks:
+            if self.calls_alone or self.calls_in_turns or thinks:
                 yield {"role": message["role"], "content": message["content"]}
+                if self.calls_in_turns:
+                    yield {"role": "user", "content": ""}
                 message = {**message, "content": None}
         yield message
 
@@ -162,7 +179,7 @@ class Fit:
                 del message["content"]
         elif role in self.parts:
             message["content"] = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        else:
+        elif role not in self.lists:
             message["content"] = text_of(content)
         if role == "tool":
             message["role"] = self.result_role
@@ -304,6 +321,13 @@ def learn(render: Render, has_calls: bool = True) -> Fit:
                 continue  # an object's Python form, JSON within JSON, a part that is shown as an object
             fit = tried
             break
+    for role, messages in {"user": [user], "system": [heads[0], user], "assistant": [user, said, user2]}.items():
+        parts = [{"type": "text", "text": each} for each in (s3, t2)]
+        tried = replace(fit, lists=fit.lists | {role})
+        given = [{**each, "content": parts} if each["role"] == role else each for each in messages[:2]] + messages[2:]
+        text = _rendered(render, tried.messages(given))
+        if s3 in text and t2 in text and f"'{s3}" not in text and f'"{s3}' not in text:
+            fit = tried
     return fit
 
 
