@@ -43,7 +43,7 @@ def defaults(
 def read_config(path: Path, kind: type[T], groups: Mapping[str, type], base: Mapping[str, Mapping[str, Any]]) -> T:
     """The values of a TOML file, over `base` and the defaults of `kind`; raises InputError."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as failure:
         raise InputError(f"cannot read --config {path}: {failure.strerror or failure}") from failure
     except ValueError as failure:

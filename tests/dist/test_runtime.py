@@ -105,8 +105,8 @@ def state(pid: int) -> bytes:
 PROGRAM = """
 import os, sys
 from lpr.cli.generate import main
-from lpr.dist.runtime import World, leave
+from lpr.dist.runtime import leave
 rank = int(os.environ["RANK"])
 arguments = {arguments}
-leave(World.from_environment(), main(arguments))
+leave(main(arguments))
 """

@@ -394,7 +394,9 @@ def declared(count, **schema):
 
 
 def test_tools():
-    with served(facts(chat_templates={"default": "{{ tools }}<tool_call>"}, max_length=1 << 20)) as service:
+    with served(
+        facts(chat_templates={"default": "{{ tools }}<tool_call>{{ messages }}"}, max_length=1 << 20)
+    ) as service:
         for count, status in ((limits.TOOLS.most, 200), (limits.TOOLS.most + 1, 400)):
             tools = declared(count)
             flat = [{"type": "function", "name": each["name"], "parameters": each["input_schema"]} for each in tools]
