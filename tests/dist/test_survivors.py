@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -208,10 +209,13 @@ class JoinedJob(Job):
             rendezvous.offer([joiner])
 
 
+@pytest.mark.parametrize("home_ranks", ["auto", 0])
 @pytest.mark.parametrize("fault", [None, Fault(1, 0, 0), Fault(1, 2, 1), Fault(1, 1, 2), Fault(2, 1, 0)])
-def test_replicas_join_a_running_mesh(llama: PreTrainedModel, expected: list[list[int]], fault: Fault | None) -> None:
+def test_replicas_join_a_running_mesh(
+    llama: PreTrainedModel, expected: list[list[int]], fault: Fault | None, home_ranks: Any
+) -> None:
     """They begin with the others' requests and none of their K/V; losses right after change nothing either."""
-    job = JoinedJob(llama)
+    job = JoinedJob(llama, replace(DECODE, home_ranks=home_ranks))
     world = job.world = ElasticWorld(2, *([fault] if fault is not None else []))
     for replica in range(2):
         world.start(replica, job)

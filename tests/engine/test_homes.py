@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,32 @@ def test_the_same_text_beside_a_cancelled_neighbour(model: PreTrainedModel, expe
     assert requests[3].finish_reason == "abort" and requests[3].token_ids == expected[3][: requests[3].num_output]
     for index in (0, 1, 2, 4, 5):
         assert requests[index].token_ids == expected[index]
+
+
+def turns(model: PreTrainedModel, num_ranks: int, retained: bool = True) -> list[list[int]]:
+    """The outputs of conversations whose second turns begin with the first, with all ranks as homes."""
+    decode = replace(DECODE, home_ranks=0, trie_nodes=12, max_length=256)
+
+    def program(comm: ThreadComm) -> list[list[int]]:
+        engine = Engine.from_model(model, decode=decode, comm=comm, prefix_reuse=retained)
+        if comm.rank:
+            engine.work()
+            return []
+        found = []
+        for prompt in PROMPTS[:4]:
+            first = engine.generate([prompt], SamplingParams(max_new_tokens=18, ignore_eos=True))[0].token_ids
+            params = SamplingParams(max_new_tokens=8, temperature=0.8, seed=1, ignore_eos=True)
+            found += [first, engine.generate([[*prompt, *first, *range(5, 95)]], params)[0].token_ids]
+        engine.close()
+        return found
+
+    return run_ranks(ThreadWorld(num_ranks), program)[0] if num_ranks > 1 else program(ThreadWorld(1).comm(0))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_second_turns_where_all_ranks_are_homes(model: PreTrainedModel, num_ranks: int) -> None:
+    """Ranks hold prefixes of unequal length then, and all of them draft all trees nevertheless."""
+    assert turns(model, num_ranks) == turns(model, 1, retained=False)
 
 
 @pytest.mark.parametrize("home_ranks", [0, 1, 2])

@@ -199,6 +199,22 @@ def crowded_runs(num_host_pages: int) -> int:
     return hits
 
 
+def test_tenants_without_pages_are_forgotten() -> None:
+    pool = PagePool(8, 4)
+    pages: RankPages[Any] = RankPages(0, 2, pool)
+    kept = Request([1, 2, 3, 4, 5], tenant="kept")
+    pages.enter(kept)
+    for number in range(1000):
+        request = Request([number, 1, 2, 3, 4, 5], tenant=f"tenant {number}")
+        assert pages.known(request) == 0
+        pages.enter(request)
+        assert pages.reserve(request, 6)
+        request.num_computed_tokens = [6]
+        pages.leave(request)
+    assert len(pool._roots) <= 2 * page_pool.FIRST_ROOTS and pool._roots["kept"] is pages.table(kept).root
+    assert pages.known(Request([999, 1, 2, 3, 4, 5], tenant="tenant 999")) == 5
+
+
 def test_prefixes_are_found() -> None:
     assert random_runs() > 1000
     without, few, many = (crowded_runs(count) for count in (0, 4, 40))

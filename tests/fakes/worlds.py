@@ -92,6 +92,10 @@ class ThreadComm(Comm):
         assert isinstance(received, bytes) and len(received) == length
         return received
 
+    def leave(self, reason: str) -> None:
+        """As Comm.leave; the others do not hear the reason."""
+        self.world.abort()
+
     def announce(self, num_bytes: int) -> None:
         """As Comm.announce."""
         for rank, waiting in enumerate(self.world.announcements):

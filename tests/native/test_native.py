@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,33 @@ print(json.dumps([lpr.native.is_native, [[each.token_ids, each.stats.num_steps] 
 
 
 @needs_native
+def test_pairs_chosen_to_share_a_place_cost_as_much_as_others() -> None:
+    """Those that share one by a multiplication without a key took 40 times as long."""
+    from lpr.native import SuffixIndex
+
+    right, chosen = np.arange(49152, dtype=np.uint64), []
+    for left in range(2000):
+        with np.errstate(over="ignore"):
+            hashed = ((np.uint64(left) << np.uint64(32)) | right) * np.uint64(0x9E3779B97F4A7C15)
+        here = (hashed >> np.uint64(58) == 5) & ((hashed >> np.uint64(20)) & np.uint64(2**18 - 1) < 2**11)
+        chosen += [(left, token, -1) for token in np.flatnonzero(here)]
+    dice = np.random.default_rng(0)
+    others = np.stack(
+        [dice.integers(0, 2000, len(chosen)), dice.integers(0, 49152, len(chosen)), [-1] * len(chosen)], 1
+    )
+
+    def took(pairs: object) -> float:
+        history, best = np.array(pairs, np.int32).reshape(-1), 1e9
+        for _ in range(5):
+            index = SuffixIndex(10**6)
+            began = time.thread_time()
+            index.insert(history)
+            best = min(best, time.thread_time() - began)
+        return best
+
+    assert len(chosen) > 10_000 and took(chosen) < 8 * took(others)
+
+
 def test_what_native_offers_the_specification_has() -> None:
     set_by_init = {"first_times", "tokens", "num_computed_tokens", "probabilities", "times", "plain_part"}
     for name in NAMES:

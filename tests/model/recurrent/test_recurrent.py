@@ -141,6 +141,30 @@ def test_two_ranks(name: str) -> None:
         assert [done.token_ids for done in rank] == stock(name)
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid"])
+def test_nan_on_the_rank_that_owns_a_root_alone(name: str) -> None:
+    """The other rank's state does not follow the root, which is evaluated again."""
+    model, num_broken = shared_model(name), 0
+
+    def program(comm: ThreadComm) -> list[list[int]]:
+        engine = Engine.from_model(model, decode=DecodeConfig(**DECODE, home_ranks=0), comm=comm)
+        exchange, seen = engine.replica.exchange, 0
+        real = exchange.gather
+
+        def gather(draft: Any, local: Any, *args: Any) -> Any:
+            nonlocal seen, num_broken
+            seen += len(draft) > 0 and len(draft.trees[0]) > 2
+            if len(draft) and seen % 3 == 2 and len(draft.trees[0]) > 2 and 0 in draft.shards[0][comm.rank].owned:
+                local[0, 0] = -1
+                num_broken += 1
+            return real(draft, local, *args)
+
+        exchange.gather = gather  # type: ignore[method-assign]
+        return [engine.generate([each], SamplingParams(max_new_tokens=32))[0].token_ids for each in prompts()]
+
+    assert run_ranks(ThreadWorld(2), program) == [stock(name)] * 2 and num_broken > 3
+
+
 def soak(engine: Engine, seed: int, num_requests: int) -> None:
     """Submit prompts at random and abort some; each of the others has its own text."""
     dice, asked = random.Random(seed), 0
