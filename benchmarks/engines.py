@@ -1,8 +1,8 @@
 """Engines as benchmarks use them: one model for several contestants, sizes by node budget, and counted steps.
 
 Which tokens a step emits does not depend on how its tree is split, so one process evaluates each whole tree and counts
-what every rank would evaluate of it, by the same partition and the same pending chains (tests/test_ranks.py asserts
-that several ranks take these very steps).
+what every rank would evaluate of it, by the same partition and the same pending chains
+(tests/engine/test_exchange.py asserts that several ranks take these very steps).
 """
 
 from __future__ import annotations

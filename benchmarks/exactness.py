@@ -33,8 +33,8 @@ from lpr.model.inputs import Row, StepInputs
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import load
 from lpr.model.sampling.selection import Selection
-from tests.prompts import PROMPTS
-from tests.worlds import ThreadComm, ThreadWorld, run_ranks
+from tests.fakes.prompts import PROMPTS
+from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
 PROGRAM = ("commit", "cpu", "torch", "transformers")
 """What must be the same where a run goes on from a file, which would call older figures its own."""

@@ -41,7 +41,7 @@ from benchmarks.gpu import kernels, models, parts, several
 from lpr import InputError
 from lpr.dist.runtime import World, leave
 from lpr.model.fused.accelerate import accelerate
-from tests.prompts import PROMPTS
+from tests.fakes.prompts import PROMPTS
 
 BUDGETS = {
     "environment": 5, "bandwidth": 5, "build": 35, "transformers": 15, "default": 30, "t(n)": 75,

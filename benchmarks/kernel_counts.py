@@ -306,7 +306,7 @@ class KernelCountsOptions(Options):
 def measure(options: KernelCountsOptions, console: Console) -> dict[str, Any]:
     """Count every model, number of ranks and number of nodes."""
     sys.path.append(str(RESULTS.parents[1] / "tests"))
-    from tests.pretend_guard import load_guard
+    from tests.fakes.pretend_guard import load_guard
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from benchmarks.common import DataOptions, Whole, progress, run_main
 from benchmarks.data import load_prompts, template_of
 from lpr import InputError, SamplingParams, bundled_model
-from lpr.model.kv_cache import passed
 from lpr.model.sampling.choice import candidates as candidates_of
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.selection import Selection
+from lpr.model.transformers_versions import passed
 
 Row = tuple[np.ndarray, np.ndarray, np.ndarray]
 """After one token: candidates, scores, projected hidden state."""

@@ -20,7 +20,7 @@ from benchmarks.processes.launch import LAUNCHER, ROOT, RunFailedError, execute,
 from lpr import DecodeConfig, SamplingParams
 from lpr.dist.comm import Comm
 from lpr.dist.runtime import World, join
-from tests.prompts import PROMPTS
+from tests.fakes.prompts import PROMPTS
 
 GATHERED_WORDS = (64, 1024, 16384)
 """Payloads of a timed gather, in int32 words: those of a token each, of a tree, and of a batch of trees."""

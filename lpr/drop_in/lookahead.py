@@ -27,9 +27,9 @@ from lpr.engine.engine import Engine
 from lpr.engine.request import Request
 from lpr.engine.turns import PATIENCE
 from lpr.model.adapter import evaluating, own_attention
-from lpr.model.kv_cache import CACHE_ARGUMENTS
 from lpr.model.loader import wrap
 from lpr.model.modes import autocasts
+from lpr.model.transformers_versions import CACHE_ARGUMENTS
 
 
 class HandOver:

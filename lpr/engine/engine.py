@@ -28,7 +28,7 @@ from lpr.engine.hooks import StepHooks
 from lpr.engine.options import EngineOptions
 from lpr.engine.replica import Replica
 from lpr.engine.request import Completion, Prompt, Request
-from lpr.engine.requests import check_request, encode_prediction, encode_prompt
+from lpr.engine.requests import check_history, check_request, checked_ids, encode_prediction, encode_prompt
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.trie_file import fingerprint_of, read_history, write_trie
 from lpr.engine.turns import in_turn
@@ -152,14 +152,14 @@ class Engine:
         self.turns.refuse_within("generate")
         with self.turns:
             requests = [self._make(*each, logits_processors) for each in zip(prompts, params, strict=True)]
-            for request in requests:
-                self.driver.submit(request)
         try:
+            with self.turns:
+                for request in requests:
+                    self.driver.submit(request)
             while any(request.finish_reason is None for request in requests):
                 self.step()
         finally:  # after an interruption they would run on during later calls
-            for request in requests:
-                self.abort(request)
+            self.abort(*requests)
         return [request.completion() for request in requests]
 
     def stream(
@@ -232,6 +232,7 @@ class Engine:
     ) -> Request:
         """The request that `submit` submits, with further `fields` of its command; raises InputError."""
         ids, table = self.encode(prompt), self.replica.requests
+        delivered = self._ids(delivered, "delivered tokens are a list of ids")
         check_request(len(ids), params, fields.get("priority", 0), self.max_length, self.model.vocab_size)
         id = table.new_id(id)
         fields |= {"has_processors": bool(processors), "arrived": time.monotonic() if arrived is None else arrived}
@@ -245,10 +246,10 @@ class Engine:
         return encode_prompt(prompt, self.tokenizer, self.model.vocab_size)
 
     @in_turn
-    def abort(self, request: Request) -> None:
-        """Drop a request after the running step, on all ranks; a finished one is left as it is."""
-        if request.finish_reason is None and not self.is_stopped:
-            self.driver.post(Abort(request.id))
+    def abort(self, *requests: Request) -> None:
+        """Drop requests after the running step, on all ranks; finished ones are left as they are."""
+        if not self.is_stopped:
+            self.driver.post(*[Abort(request.id) for request in requests if request.finish_reason is None])
 
     def step(self) -> list[Request]:
         """Advance the running requests by one step; returns those that it added something to, or that ended.
@@ -310,16 +311,21 @@ class Engine:
 
     @in_turn
     def learn(self, *documents: Sequence[int]) -> None:
-        """Let further requests draft from outputs, as if they had just been decoded."""
-        history = [np.array([*document, END], np.int32).tobytes() for document in documents if len(document)]
-        self.driver.post(Learn(b"".join(history)))
+        """Let further requests draft from outputs, as if they had just been decoded.
+
+        Raises InputError for an id outside the vocabulary.
+        """
+        known = [self._ids(document, "a document is a list of token ids") for document in documents]
+        self.driver.post(Learn(b"".join(np.array([*ids, END], np.int32).tobytes() for ids in known if ids)))
 
     @in_turn
     def learn_history(self, history: np.ndarray, tenant: str = "", read_to: str = "") -> None:
         """Let a tenant's further requests draft from documents that END separates, int32 [num_tokens].
 
-        They come from other replicas of a fleet, whose stream was read up to its entry `read_to` with them.
+        They come from other replicas of a fleet, whose stream was read up to its entry `read_to` with them. Raises
+        InputError for an id outside the vocabulary.
         """
+        check_history(history, self.model.vocab_size)
         self.driver.post(Learn(history.tobytes(), tenant=tenant, read_to=read_to))
 
     @in_turn
@@ -358,6 +364,10 @@ class Engine:
             history = read_history(path, self.fingerprint, self.model.vocab_size)[-self.sizes.trie_capacity :]
         self.driver.post_and_wait(Learn(history.tobytes(), replace=True))
 
+    def _ids(self, ids: Sequence[int], rule: str) -> list[int]:
+        """Ids of the model's vocabulary; raises InputError for any other."""
+        return checked_ids(ids, self.model.vocab_size, rule)
+
     def _require_idle(self, name: str) -> None:
         self.turns.refuse_within(name)
         if not self.is_idle:
@@ -384,8 +394,8 @@ class Engine:
 
     @property
     def is_stopped(self) -> bool:
-        """True if the driver has ended the job."""
-        return self.replica.is_stopped
+        """True if the driver has ended the job, or this rank has left it after an exception."""
+        return self.replica.closed is not None
 
     @property
     def scheduler(self) -> Scheduler[Request]:

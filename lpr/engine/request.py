@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from lpr.engine.turns import Turns, in_turn
 from lpr.model.sampling.processors import Processor, Processors
 from lpr.native import Conclusion, SequenceState
 from lpr.protocol import Chunk, ErrorCode, Failure, Submit, TokenLogprobs, Usage
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -118,6 +121,14 @@ class Request:
             self.finish_reason = self.finish_reason or self.text_stream.push(token)
         self._num_characters = len(self.text_stream.take())
         """Of text in chunks so far, or delivered before."""
+        self._num_added = self.num_output
+        """Tokens in chunks so far, or delivered before."""
+        self._had_nan = False
+        """True after logits that were not numbers."""
+        self._is_over = False
+        """True if it has its last chunk."""
+        self._is_changing = False
+        """True while its chunks are made, and for ever if that was interrupted: some of them are lost."""
 
     @property
     @in_turn
@@ -184,6 +195,11 @@ class Request:
         return self.state
 
     @property
+    def is_sound(self) -> bool:
+        """True unless its K/V may be NaN: it has failed, or its first token was not a number and is tried again."""
+        return self.error is None and (self.num_output > 0 or not self._had_nan)
+
+    @property
     @in_turn
     def stats(self) -> DecodeStats:
         """Counts of its steps so far."""
@@ -243,10 +259,18 @@ class Request:
 
     def collect(self) -> None:
         """Count the steps since the last call and make their chunks, without text."""
-        for outcome in self._outcomes:
-            self._stats.count_step(outcome.concluded.tree, outcome.concluded.path)
-            self._emit(outcome)
-        self._outcomes.clear()
+        if self._outcomes:
+            self._begin_change()
+            for outcome in self._outcomes:
+                self._stats.count_step(outcome.concluded.tree, outcome.concluded.path)
+                self._emit(outcome)
+            self._outcomes.clear()
+            self._is_changing = False
+
+    def _begin_change(self) -> None:
+        if self._is_changing:
+            raise RuntimeError(f"an exception has left the output of request {self.id!r} in part")
+        self._is_changing = True
 
     def _emit(self, outcome: Outcome) -> None:
         """Add a step's tokens up to the end of the request; later ones are dropped."""
@@ -260,7 +284,6 @@ class Request:
         if self.params.logprobs is not None and outcome.logprobs is not None:
             found = [outcome.logprobs[node] for node in path[:taken]]
             chunk.logprobs = [TokenLogprobs(each.logprob, each.top[: self.params.logprobs]) for each in found]
-            self._logprobs += chunk.logprobs
         if self.prediction:
             sources = outcome.concluded.tree.sources
             num_accepted = sum(sources[node] == Source.PREDICTION for node in path[1 : 1 + taken])
@@ -281,7 +304,25 @@ class Request:
             chunk.finish_reason, chunk.stop_reason = self.finish_reason, self.text_stream.stop_reason
             chunk.usage = self._stats.usage(min(self.num_cached_tokens, self.num_prompt))
             chunk.failure = Failure(ErrorCode.GENERATION_FAILED, self.error) if self.error is not None else None
+            self._is_over = True
+        self._num_added += len(chunk.token_ids)
+        self._logprobs += chunk.logprobs or ()
         self._chunks.append(chunk)
+
+    def abandon(self, error: str | None) -> None:
+        """End the request after an exception that may have left its last step in part: what is in no chunk is dropped.
+
+        It ends by `error`, or is aborted without one. A request that has its last chunk stays as it is.
+        """
+        self.state = None
+        if self._is_over:
+            return
+        self._outcomes.clear()
+        self._unwritten.clear()
+        del self.tokens[self.num_prompt + self._num_added :]
+        self.text_stream.abandon()
+        self.error, self.finish_reason, self._is_changing = error, "error" if error is not None else "abort", False
+        self._add(Chunk(self.id, [], start=self.num_output, start_character=self._num_characters))
 
     def end(self, reason: str) -> None:
         """End the request between two steps."""
@@ -293,7 +334,10 @@ class Request:
     def write(self) -> None:
         """Make the text of the chunks since the last call: work that can wait until the device is busy."""
         self.collect()
-        self._write_texts()
+        if self._unwritten:
+            self._begin_change()
+            self._write_texts()
+            self._is_changing = False
 
     def _write_texts(self) -> None:
         for chunk in self._unwritten:
@@ -314,11 +358,15 @@ class Request:
         """
         if concluded.failure == NOT_A_NUMBER:
             if len(concluded.tree) > 1:
+                self._had_nan = True
                 return
             self.error = f"the model's logits for output token {self.num_output + 1} are not numbers (NaN), or all -inf"
         else:
+            owner = [concluded.path[-1] in shard.owned for shard in concluded.shards].index(True)
             known = self.processors.failure if self.processors is not None else None
-            self.error = known or "a logits processor failed on another rank, whose Completion says how"
+            if known is not None:  # rank 0's clients and users do not see what another rank knows
+                log.warning("request %s: %s", self.id, known)
+            self.error = known or f"a logits processor failed on rank {owner}, whose log says how"
         self.finish_reason = "error"
         self._write_texts()
         self.text_stream.close()

@@ -19,12 +19,13 @@ from lpr.model.families import adapt, is_recurrent
 from lpr.model.inputs import build_inputs, build_page_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.kernels.native_attention import why_not_native
-from lpr.model.kv_cache import KVCache, passed
+from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent.plug import has_kernels
 from lpr.model.sparse import SPARSE_ATTENTION, selects
 from lpr.model.split_layers import VocabularyHead
 from lpr.model.step_inputs import Row, StepInputs, current_step, step_scope
 from lpr.model.text_part import set_attention, takes_positions
+from lpr.model.transformers_versions import passed
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
 """Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, a GPU kernel that reads bits, or C++ that

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,21 +16,24 @@ from lpr.serve.errors import ApiError, from_validation, too_long
 from lpr.serve.text.chat_template import ChatTemplates, render_prompt
 
 
-class _Model:
+class _Model(NamedTuple):
     """The served model, as far as these tasks know it."""
 
-    def __init__(self, max_length: int, templates: dict[str, str], special_tokens: dict[str, str]) -> None:
-        self.max_length = max_length
-        self.templates = ChatTemplates(templates, special_tokens)
+    max_length: int
+    templates: ChatTemplates
 
 
 _model: _Model | None = None
 
 
-def prepare(max_length: int, templates: dict[str, str], special_tokens: dict[str, str]) -> None:
-    """Note the served model's longest sequence, in tokens, and its chat templates."""
+def prepare(
+    max_length: int, sources: dict[str, str], special_tokens: dict[str, str], fits: dict[str, Any] | None
+) -> None:
+    """Note the served model's longest sequence, in tokens, its chat templates and, once it is known, what they read."""
     global _model
-    _model = _Model(max_length, templates, special_tokens)
+    _model = _Model(max_length, ChatTemplates(sources, special_tokens))
+    if fits is not None:
+        _model.templates.know(fits)
 
 
 def read_json(body: bytes) -> Any:
@@ -74,7 +77,13 @@ def render(messages: list[dict[str, Any]], variables: dict[str, Any], most: int)
     return render_prompt(_model.templates, messages, variables, most)
 
 
-TASKS = {"check_body": check_body, "render": render}
+def learn() -> dict[str, Any]:
+    """What the chat templates read, for `prepare`."""
+    assert _model is not None, "tasks come after what they need"
+    return _model.templates.learnt()
+
+
+TASKS = {"check_body": check_body, "learn": learn, "render": render}
 
 
 def _not_json(why: str) -> ApiError:

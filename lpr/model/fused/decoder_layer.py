@@ -25,10 +25,10 @@ from lpr.model.fused.modules import GatedMlp, Norm, OwnForward, in_step, mlp_of,
 from lpr.model.fused.source import fingerprint
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS
 from lpr.model.kernels.native_attention import LayerRule
-from lpr.model.kv_cache import cache_argument
 from lpr.model.packing import Pack
 from lpr.model.step_inputs import StepInputs, current_step
 from lpr.model.threads import team_size
+from lpr.model.transformers_versions import cache_argument
 
 _NATIVE = (KERNELS["native"], EXACT_KERNELS["native"])
 _LAYERS = {

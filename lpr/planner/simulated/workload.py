@@ -149,7 +149,7 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 def read_workload(path: Path) -> Workload:
     """The workload in a file; raises InputError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         found = msgspec.convert(values, Workload)
         check(found)
@@ -184,6 +184,6 @@ def read_times(measured: Measured, folder: Path) -> StepTimes:
     """The step times that a workload in `folder` names; raises InputError."""
     path = folder / measured.file
     try:
-        return read_step_times(json.loads(path.read_text(encoding="utf-8")), str(path))
+        return read_step_times(json.loads(path.read_text(encoding="utf-8-sig")), str(path))
     except (OSError, ValueError) as failure:
         raise InputError(f"cannot read {path}: {failure}") from failure

@@ -14,7 +14,7 @@ from lpr.serve.api.context import STREAM, Context, aside, begin, context_of, unl
 from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.api.replying import Reply
 from lpr.serve.bodies.completions import ChatBody, ResponseFormat, Sampling, TokenizeBody
-from lpr.serve.errors import bad
+from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.jobs import Wanted
 from lpr.serve.sandbox import ExhaustedError
@@ -42,6 +42,15 @@ async def prepare(
 
     `ceiling` is a number of tokens of which as many are meant as fit.
     """
+    try:
+        return await _prepared(request, context, served, body, ceiling)
+    except ApiError as failure:
+        raise failure.renamed(body.places) from failure
+
+
+async def _prepared(
+    request: Request, context: Context, served: Served, body: ChatBody, ceiling: int | None
+) -> tuple[list[Wanted], Replies]:
     text = await chat_text(request, served, body)
     replies = served.replies(body, text)
     ids = await _encoded(request, served, text, body)
@@ -78,7 +87,10 @@ async def chat_ids(request: Request, served: Served, body: ChatBody | TokenizeBo
 async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeBody) -> str:
     """The prompt of a conversation as text; raises ApiError."""
     messages, variables = served.conversation(body)
-    if set(variables) == {"add_generation_prompt"} and not any("tool_calls" in message for message in messages):
+    if not served.templates.is_known:
+        await unless_gone(request.receive, context_of(request).learn(served))
+    has_own = getattr(body, "chat_template_kwargs", None) or "tools" in variables
+    if not has_own and not any("tool_calls" in message for message in messages):
         return await aside(request, served.chat_text, messages, variables)
     # What a client sets can make a template's work as large as it likes.
     rendering = context_of(request).checks.run("render", messages, variables, served.most_characters)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -22,7 +22,7 @@ from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import DisconnectedError, Generation
 from lpr.serve.jobs import Terms, Wanted
 from lpr.serve.metrics import Metrics
-from lpr.serve.sandbox import Sandbox, sandbox
+from lpr.serve.sandbox import ExhaustedError, Sandbox, sandbox
 from lpr.serve.service import Service
 from lpr.serve.text.grammars import Grammars
 from lpr.serve.text.served import Served
@@ -68,9 +68,12 @@ class Context:
     def start(self) -> None:
         """Start the processes beside this one, or give them what they lack, without waiting for them."""
         for each in (self.checks, self.grammars.sandbox) if self.grammars.is_installed else (self.checks,):
-            task = asyncio.create_task(each.start())
-            self._starting.add(task)
-            task.add_done_callback(self._starting.discard)
+            self._starts(each.start())
+
+    def _starts(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
 
     async def close(self) -> None:
         """End them."""
@@ -83,10 +86,31 @@ class Context:
     def load(self, served: Served) -> None:
         """Serve a model from now on."""
         facts = served.facts
-        self.checks.prepare(facts.max_length, served.templates.sources, facts.special_tokens)
+        self._prepare_checks(served)
         self.grammars.sandbox.prepare(facts.tokenizer, facts.vocab_size, facts.eos_token_ids)
         self.served = served
         self.start()
+        if served.templates:
+            self._starts(self._learn_first(served))
+
+    async def learn(self, served: Served) -> None:
+        """Learn what the chat templates read, where they can do no harm; raises ApiError."""
+        if not served.templates.is_known:
+            try:
+                fits = await self.checks.run("learn")
+            except ExhaustedError:
+                fits = {}
+            served.templates.know(fits)
+            self._prepare_checks(served)
+
+    async def _learn_first(self, served: Served) -> None:
+        with suppress(ApiError, OSError):  # the first chat tries again
+            await self.learn(served)
+
+    def _prepare_checks(self, served: Served) -> None:
+        facts, templates = served.facts, served.templates
+        fits = templates.learnt() if templates.is_known else None
+        self.checks.prepare(facts.max_length, templates.sources, facts.special_tokens, fits)
 
     async def grammar(self, receive: Receive, wanted: ResponseFormat | None, held: str = "") -> str:
         """A grammar in llguidance's JSON form, "" for plain text; raises ApiError or DisconnectedError.

@@ -32,7 +32,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     chat = as_chat(body)
     context, served = await begin(request, chat.user)
     wanted, replies = await prepare(request, context, served, chat, body.max_tokens)
-    name = context.name(request, "msg")
+    name = context.name(request, "msg", body.request_id)
     form = _MessageForm(served, replies, wanted[0], body, name)
     return await answer(context, request, name, context.generation(request, chat, wanted), form, body.stream)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,15 @@ from typing import Any
 from lpr.config import InputError, SamplingParams
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
-from lpr.serve.bodies.completions import ChatBody, Message, NamedChoice, Sampling, TokenizeBody, joined
+from lpr.serve.bodies.completions import ChatBody, NamedChoice, Sampling, TokenizeBody
+from lpr.serve.bodies.fields import SAMPLER_LETTERS
 from lpr.serve.errors import ApiError, bad, too_long
 from lpr.serve.jobs import Wanted
 from lpr.serve.messages import Facts
-from lpr.serve.text.calls import NAMES
-from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates, TemplateError, render_prompt
+from lpr.serve.text.calls import NAMES, Thoughts
+from lpr.serve.text.chat_template import CONTINUE, MOST_RENDERED, ChatTemplates, render_prompt
 from lpr.serve.text.fim import Filler, filler
+from lpr.serve.text.fitting import Plain, text_of
 from lpr.serve.text.replies import Family, Replies
 from lpr.serve.text.tokens import Tokens
 from lpr.serve.text.windows import window_of
@@ -26,6 +27,16 @@ _SAMPLED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 """Fields of a body that are SamplingParams, where they are given."""
+_NEUTRAL: dict[str, dict[str, float]] = {
+    "top_k": {"top_k": 0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "temperature": {"temperature": 1.0},
+    "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+}
+"""llama.cpp's names of samplers, with what switches each off."""
+_UNUSED = {"infill", "typical_p", "min_keep", *SAMPLER_LETTERS.values()} - _NEUTRAL.keys()
+"""Others that `samplers` may hold: their own parameters switch them off, and "infill" is nearly greedy."""
 _DIGITS = 10
 """Digits of a token's id."""
 
@@ -56,10 +67,9 @@ class Served:
         if self.filler is None and fim not in ("auto", "none"):
             raise InputError(f"--fim {fim}: the tokenizer of {facts.model!r} lacks this family's tokens")
         templates = {"default": chat_template} if chat_template is not None else facts.chat_templates
-        try:
-            self.templates = ChatTemplates(templates, facts.special_tokens)
-        except TemplateError as failure:
-            raise InputError(str(failure)) from failure
+        self.templates = ChatTemplates(templates, facts.special_tokens)
+        if chat_template is not None and self.templates.failure is not None:
+            raise InputError(self.templates.failure)
         self.family = Family.of(self.templates.tool_source, call_parser)
 
     @property
@@ -104,15 +114,29 @@ class Served:
         if not self.templates:
             message = "messages: the model has no chat template; use /v1/completions"
             raise bad("messages", message, ErrorCode.NO_CHAT_TEMPLATE)
+        if self.templates.failure is not None:
+            raise bad(
+                "messages", f"messages: {self.templates.failure}; use /v1/completions", ErrorCode.NO_CHAT_TEMPLATE
+            )
         given: dict[str, Any] = getattr(body, "chat_template_kwargs", None) or {}
         for name in self.templates.reserved & set(given):
             raise bad("chat_template_kwargs", f"chat_template_kwargs: {name!r} is not free to be set")
-        variables = {"add_generation_prompt": body.add_generation_prompt, **given}
+        messages = [message.plain() for message in body.messages or ()]
+        variables: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
+        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+            variables |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+        variables |= given
         if body.continue_final_message:
-            variables["add_generation_prompt"] = False
+            last = messages[-1]
+            if last["role"] == "assistant" and last.keys() <= {"role", "content"} and not text_of(last["content"]):
+                messages, variables["add_generation_prompt"] = messages[:-1], True  # nothing is begun
+            else:
+                variables |= {"add_generation_prompt": False, CONTINUE: True}
         if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
-            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        return [_plain(message) for message in body.messages or ()], variables
+            variables["tools"] = [
+                tool.model_dump(exclude_none=True, by_alias=True, exclude={"cache_control"}) for tool in body.tools
+            ]
+        return messages, variables
 
     @property
     def most_characters(self) -> int:
@@ -120,14 +144,14 @@ class Served:
         lengths = self.tokens.lengths
         return MOST_RENDERED if lengths is None else limits.CONTEXT.most * lengths.longest * self.facts.max_length
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def chat_text(self, messages: Sequence[Plain], variables: Mapping[str, Any]) -> str:
         """The text of a conversation; raises ApiError if the model's template refuses it, or if it is too long."""
         return render_prompt(self.templates, messages, variables, self.most_characters)
 
     def replies(self, body: ChatBody, prompt: str) -> Replies:
         """How the replies to a conversation are read; raises ApiError for tools that cannot be called."""
         family, thoughts, format = self.family, self.family.thoughts, body.response_format
-        is_begun = thoughts is not None and prompt.rstrip().endswith(thoughts[0])
+        is_begun = thoughts is not None and _is_open(thoughts, prompt, body)
         if format is not None and format.type in ("regex", "grammar"):  # which the whole text keeps to
             family, is_begun = Family(family.format, None), False
         tools = self._callable(body)
@@ -164,12 +188,6 @@ class Served:
 
     def chat_ids(self, text: str, body: ChatBody | TokenizeBody) -> list[int]:
         """The prompt of a conversation's text; raises ApiError."""
-        if body.continue_final_message and body.messages is not None:
-            final = str(_plain(body.messages[-1]).get("content") or "").strip()
-            end = text.rfind(final)
-            if not final or end < 0:
-                raise bad("continue_final_message", "continue_final_message: the last message has no text to continue")
-            text = text[: end + len(final)]
         self.check_length(text, "messages")
         ids = self.tokens.encode(text, bool(body.add_special_tokens))
         if not ids:
@@ -203,6 +221,11 @@ class Served:
             "skip_special_tokens": body.skip_special_tokens is not False,
             **more,
         }
+        if body.n_predict != 0:  # else nothing of the text is shown
+            used = samplers_of(body.samplers)
+            values |= {
+                name: value for kind, neutral in _NEUTRAL.items() if kind not in used for name, value in neutral.items()
+            }
         values["top_k"] = max(0, values.get("top_k", 0))
         self.check_ids(values["stop_token_ids"], "stop_token_ids")
         return sampling(values)
@@ -275,25 +298,24 @@ def spread(
     ]
 
 
+def samplers_of(given: Sequence[str] | None) -> set[str]:
+    """The samplers that llama.cpp's `samplers` name; raises ApiError for those that are not known."""
+    used = set(_NEUTRAL if given is None else given)
+    for name in used - _NEUTRAL.keys() - _UNUSED:
+        raise bad(
+            "samplers", f"samplers: {name!r} is not supported; {', '.join(sorted(_NEUTRAL.keys() | _UNUSED))} are"
+        )
+    return used
+
+
 def fresh_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(32)
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it."""
-    content = joined(message.content) if message.content is not None else None
-    plain = message.model_dump(exclude_none=True, exclude={"content"})
-    for call in plain.get("tool_calls", ()):
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-    empty = None if plain.get("tool_calls") else ""
-    return {**plain, "content": content if content is not None else empty}
-
-
-def _arguments(text: str) -> Any:
-    """The arguments of a call as templates take them: an object, if they are one."""
-    try:
-        value = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
+def _is_open(thoughts: Thoughts, prompt: str, body: ChatBody) -> bool:
+    """True if the reply goes on in a thought that the template or the client has begun."""
+    begun = text_of(body.messages[-1].plain()["content"]) if body.continue_final_message else ""
+    if any(mark in begun for mark in thoughts):
+        return begun.rfind(thoughts[0]) > begun.rfind(thoughts[1])
+    return prompt.removesuffix(begun).rstrip().endswith(thoughts[0])
