@@ -126,14 +126,15 @@ def advance(engine: Engine, requests: dict[Request, OutputRow], batch: OutputBat
     if not any(request.chunks for request in requests):  # another thread's step may have added some
         engine.step()
     for request, row in requests.items():
+        reason = request.finish_reason  # read first: another thread's step may end it behind what is taken
         for chunk in request.take():
             for token in chunk.token_ids:
                 batch.push(row, token)
         if row.finished_at is not None and (batch.pads or batch.is_complete):
             engine.abort(request)  # tokens and errors behind its end are dropped
-        elif request.finish_reason == "error":
+        elif reason == "error":
             raise row.failure or RuntimeError(f"row {row.index}: {request.error}")
-        elif request.finish_reason == "length" and row.length < batch.ids.shape[1]:
+        elif reason == "length" and row.length < batch.ids.shape[1]:
             raise InputError(
                 f"row {row.index} reached the model's {engine.max_length} positions unfinished; ask for fewer tokens"
             )

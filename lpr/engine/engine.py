@@ -171,8 +171,8 @@ class Engine:
         """
         request = self.submit(prompt, params, logits_processors)
         try:
-            while request.chunks or request.finish_reason is None:
-                if not request.chunks:  # another stream's step may have added some
+            while request.finish_reason is None or request.chunks:  # in this order: another thread may end it between
+                if not request.chunks:
                     self.step()
                 yield from request.take()
         finally:

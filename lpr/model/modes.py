@@ -8,7 +8,9 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _device
+from torch._C import _len_torch_function_stack
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 
 T = TypeVar("T")
 _DEVICES = ("cpu", "cuda")
@@ -29,9 +31,27 @@ def own_modes() -> Iterator[None]:
         modes.enter_context(torch.inference_mode(False))
         for kind in filter(torch.is_autocast_enabled, _DEVICES):
             modes.enter_context(torch.autocast(kind, enabled=False))
-        if _device.CURRENT_DEVICE is not None:
-            modes.enter_context(torch.device("cpu"))
+        modes.enter_context(_without_default_device())
         yield
+
+
+@contextmanager
+def _without_default_device() -> Iterator[None]:
+    """Take `torch.device` contexts off the stack of modes: the outermost would win over one that is entered here."""
+    found = _exchange([])
+    _exchange([mode for mode in found if not isinstance(mode, DeviceContext)])
+    try:
+        yield
+    finally:
+        _exchange(found)
+
+
+def _exchange(modes: list[Any]) -> list[Any]:
+    """Put `modes` in the place of this thread's function modes, the outermost first; returns those."""
+    before = [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]
+    for mode in modes:
+        _push_mode(mode)
+    return before
 
 
 def in_own_modes(function: Callable[..., T]) -> Callable[..., T]:
@@ -39,7 +59,7 @@ def in_own_modes(function: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> T:
-        if not (torch.is_inference_mode_enabled() or autocasts() or _device.CURRENT_DEVICE is not None):
+        if not (torch.is_inference_mode_enabled() or autocasts() or _len_torch_function_stack()):
             return function(*args, **kwargs)
         with own_modes():
             return function(*args, **kwargs)

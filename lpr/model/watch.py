@@ -111,7 +111,7 @@ class Watch:
 
 
 def _refused(what: str) -> InputError:
-    return InputError(f"the model has changed since this engine was made, {what}: make a new engine by from_model")
+    return InputError(f"the model has changed since this engine was made, {what}: make a new one, by from_model")
 
 
 def _parts(module: nn.Module) -> tuple[Any, ...]:
