@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import RESULTS
 from benchmarks.limit import Cause
 from benchmarks.report.__main__ import main
 
@@ -277,17 +276,3 @@ def test_an_output_that_cannot_be_written_is_one_line(
     (tmp_path / "out").write_text("a file")
     assert main(["--results", str(write(tmp_path / "in", synthetic())), "--output", str(tmp_path / "out")]) == 2
     assert "cannot write to" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_the_repositorys_own_results_can_be_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(plots, "DPI", 40)
-    one_theme = lambda panels, theme: plots.png(panels, theme) if theme is plots.LIGHT else b""  # noqa: E731
-    monkeypatch.setattr("benchmarks.report.page.png", one_theme)
-    assert main(["--results", str(RESULTS), "--output", str(tmp_path)]) == 0
-    text = text_of((tmp_path / "index.html").read_text())
-    for path in RESULTS.glob("*.json"):
-        assert path.name in text
-    for note in capsys.readouterr().err.splitlines():
-        assert "is missing" in note, note

@@ -209,19 +209,6 @@ def supervise(tmp_path: Path, code: str, num_ranks: int = 2) -> subprocess.Compl
     )  # fmt: skip
 
 
-def test_ranks_that_cannot_start_are_given_up(tmp_path: Path) -> None:
-    """Bad input is not tried again; a start that fails is, a few times."""
-    code = "import os, sys\nopen('started', 'a').write(os.environ['RANK'] + ' ')\nsys.exit(2)"
-    refused = supervise(tmp_path, code)
-    assert refused.returncode == 2
-    assert sorted((tmp_path / "started").read_text().split()) == ["0", "1"]
-    (tmp_path / "started").unlink()
-    failed = supervise(tmp_path, code.replace("exit(2)", "exit(3)"), num_ranks=1)
-    assert failed.returncode == 1
-    assert (tmp_path / "started").read_text().split() == ["0", "1", "2"]
-    assert "replica 2 was lost (codes [3])" in failed.stderr
-
-
 def test_a_place_is_not_given_up_while_a_replica_works() -> None:
     """Replicas that are killed again and again while they load are replaced in the end."""
     restarts = Restarts(2)

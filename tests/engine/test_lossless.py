@@ -14,7 +14,7 @@ from tests.fakes.models import stock_greedy, tiny_model
 from tests.fakes.prompts import PROMPTS
 
 # Most of them once; the widest trees, which take longest on a CPU, on fewer prompts.
-NUM_PROMPTS = {"both": 12, "wide": 3}
+NUM_PROMPTS = {"trie": 12, "both": 4, "wide": 3}
 CONFIGS = {
     "auto": DecodeConfig(),
     "both": DecodeConfig(window_size=15, trie_nodes=64),

@@ -202,21 +202,6 @@ def test_a_dropped_engine_frees_graphs_and_cache_at_once(is_closed: bool, gpu: P
     assert gpu.num_replays
 
 
-@pytest.mark.parametrize(
-    "family, sizes",
-    [
-        ("gemma2", {"sliding_window": 9, "head_dim": 16}),
-        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
-    ],
-)
-def test_families_in_half_precision(family: str, sizes: dict[str, Any], gpu: PretendGpu) -> None:
-    model = tiny_model(family, spread=0.12, **sizes).bfloat16()
-    engine = Engine.from_model(to_gpu(model), decode=DECODE)
-    assert engine.model.attention == "triton"
-    assert all(len(each) == 16 for each in ids(engine, GREEDY))
-    assert engine.model.graph_reason is None and gpu.num_replays > 3
-
-
 SMALL = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=1)
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
@@ -226,7 +211,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
     model = tiny_model(family, spread=0.12, **FAMILIES[family])
     expected = ids(Engine.from_model(copy.deepcopy(model), decode=PLAIN), MIXED)

@@ -244,15 +244,6 @@ PROGRAMS = [page for page in PAGES if blocks_of(page, "python") and page.name !=
 """Pages whose blocks print something. The one of serving.md needs services: tests/fleet/test_resume.py."""
 
 
-@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.name)
-def test_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each Python block is a program; it may use what the blocks before it define."""
-    namespace: dict[str, Any] = {}
-    for number, block in enumerate(blocks_of(page, "python"), 1):
-        exec(compile(block, f"{page.name}, python block {number}", "exec"), namespace)
-    assert len(capsys.readouterr().out) > 20
-
-
 def test_lines_of_prompts_are_read(tmp_path: Path) -> None:
     """With every field that the page's line has."""
     (line,) = blocks_of(DOCS / "command.md", "json")

@@ -26,7 +26,7 @@ import pytest
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs, parse
 from lpr.serve.service import Service
-from tests.dist.test_private_store import LOOPBACK, listeners
+from tests.dist.test_private_store import listeners
 from tests.fakes.paths import ROOT
 
 LAUNCH = ROOT / "launch"
@@ -575,25 +575,6 @@ def test_a_machine_needs_its_number() -> None:
     env = on_path() | {"HEAD": "127.0.0.1:1", "NNODES": "2"}
     done = subprocess.run([LAUNCH / "many_machines.sh"], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "set NODE_RANK to the number of this machine" in done.stderr
-
-
-def test_one_machine_listens_at_one_port_beside_loopback(tmp_path: Path) -> None:
-    """The store of torchrun, as torch binds it to all interfaces."""
-    port = free_port()
-    prompts = tmp_path / "in.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": "def f(x):"}) + "\n" for _ in range(200)))
-    files = [f"--prompts={prompts}", f"--output={tmp_path / 'out.jsonl'}", "--max-new-tokens=200", *TINY[2:]]
-    env = on_path() | {"PORT": str(port), "NPROC": "2"}
-    process = subprocess.Popen([LAUNCH / "one_machine.sh", *files], cwd=ROOT, env=env, start_new_session=True)
-    try:
-        end = time.monotonic() + 120
-        while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").stat().st_size:
-            assert time.monotonic() < end and process.poll() is None
-            time.sleep(0.05)
-        outside = {name for name in listening_of([process]) if name.split(":")[0] not in LOOPBACK}
-        assert {int(name.split(":")[1], 16) for name in outside} == {port}
-    finally:
-        end_groups([process])
 
 
 def test_the_slurm_service_needs_a_key_or_an_open_word(slurm: dict[str, str]) -> None:

@@ -156,3 +156,9 @@ def test_a_forward_that_breaks_is_called_directly(caplog: pytest.LogCaptureFixtu
         check_compiled(runner, like)
     assert runner.compiled is not None and runner.compiled.reason and "steps are not compiled" in caplog.text
     assert runner.model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_a_start_compiles_four_forms_and_compares_each(family: str) -> None:
+    """One sequence or more, one entry or more. A form is one graph: `fullgraph` raises at a break."""
+    assert start_compiled(family) == (4, 4, 4)

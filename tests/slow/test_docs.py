@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lpr
 from dev.step_picture import TRACE
 from tests.fakes.paths import ROOT
-from tests.project.test_docs import DOCS, SITE, blocks_of
+from tests.project.test_docs import DOCS, PROGRAMS, SITE, blocks_of
 
 
 def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
@@ -40,3 +41,12 @@ def test_the_site_builds(tmp_path: Path) -> None:
     api = (tmp_path / "api.html").read_text(encoding="utf-8")
     for name in lpr.__all__:
         assert f'id="lpr.{name}"' in api, f"docs/api.md leaves out lpr.{name}"
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.name)
+def test_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each Python block is a program; it may use what the blocks before it define."""
+    namespace: dict[str, Any] = {}
+    for number, block in enumerate(blocks_of(page, "python"), 1):
+        exec(compile(block, f"{page.name}, python block {number}", "exec"), namespace)
+    assert len(capsys.readouterr().out) > 20

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from lpr.dist.places import INTERFACES
+from tests.dist.test_private_store import LOOPBACK
 from tests.fakes.paths import ROOT
 from tests.project.test_launch import (
     JOB,
@@ -23,6 +25,7 @@ from tests.project.test_launch import (
     end_groups,
     ended,
     free_port,
+    listening_of,
     on_path,
     slurm,
     templates,
@@ -99,3 +102,22 @@ def test_the_ray_application_serves_grows_and_survives() -> None:
     assert found["streams_that_went_on"] == [True] * 6
     assert len(found["by_prefix"]) == 1, "prompts that begin alike have gone to several meshes"
     assert found["mesh"] == {"lp": 2, "tp": 1}
+
+
+def test_one_machine_listens_at_one_port_beside_loopback(tmp_path: Path) -> None:
+    """The store of torchrun, as torch binds it to all interfaces."""
+    port = free_port()
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "def f(x):"}) + "\n" for _ in range(200)))
+    files = [f"--prompts={prompts}", f"--output={tmp_path / 'out.jsonl'}", "--max-new-tokens=200", *TINY[2:]]
+    env = on_path() | {"PORT": str(port), "NPROC": "2"}
+    process = subprocess.Popen([LAUNCH / "one_machine.sh", *files], cwd=ROOT, env=env, start_new_session=True)
+    try:
+        end = time.monotonic() + 120
+        while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").stat().st_size:
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.05)
+        outside = {name for name in listening_of([process]) if name.split(":")[0] not in LOOPBACK}
+        assert {int(name.split(":")[1], 16) for name in outside} == {port}
+    finally:
+        end_groups([process])
