@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import transformers
+
 TRANSFORMERS = "5.24.0"
 """The version whose types are listed."""
 WORKS, REFUSED, NOT_RUN = "works", "refused", "not run"
+
+_NOT_IN_5_17 = {"recurrent_gemma", "big_bird", "megatron-bert", "rembert"}
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -38,6 +42,11 @@ class Family:
     variant: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     """Config values that differ from SIZES."""
+
+    @property
+    def is_old(self) -> bool:
+        """True in a transformers whose own code of it does not run a tree: it is refused there."""
+        return self.model_type in _NOT_IN_5_17 and transformers.__version__.startswith("5.17.")
 
     @property
     def name(self) -> str:
