@@ -34,11 +34,12 @@ SITE = ("mkdocs", "material", "mkdocstrings")
 NOT_FLAGS_OF_OURS = {
     "--gpus-per-node", "--nodes", "--array",
     "--tls-port", "--tls-cert-file", "--tls-key-file", "--tls-auth-clients",
+    "--platform", "--push", "--update-aliases",
     "--speculative-config", "--additional-config", "--async-scheduling",
     "--model-path", "--speculative-algorithm", "--speculative-num-draft-tokens", "--speculative-ngram-max-trie-depth",
     "--speculative-ngram-capacity", "--speculative-ngram-external-corpus-path",
 }  # fmt: skip
-"""Flags of sbatch, valkey-server, vLLM and SGLang, which the tests do not install."""
+"""Flags of sbatch, valkey-server, cibuildwheel, mike, vLLM and SGLang, which the tests do not install."""
 OTHER_PATHS = {"/models", "/cache", "/dev/shm"}
 """Absolute paths of the container image, which look like routes of the service."""
 FOLDERS = ("benchmarks", "configs", "dev", "docs", "launch", "lpr", "tests", ".ci")

@@ -21,7 +21,8 @@ MARK = re.compile(r"<[^\s<>]*>|\[[A-Z_/]+\]")
 _OBJECT = ('{{"name": "{name}", "arguments": ', "}}")
 _LLAMA = ("<|python_tag|>", "<|python_start|>", "{", "[")
 _BEGIN, _END, _CALL, _CALL_END, _SEP = (
-    f"\uff5ctool\u2581{word}\uff5c" for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+    f"\uff5ctool\u2581{word}\uff5c"
+    for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
 )
 _DEEPSEEK: Any = {
     "opens": (f"<{_BEGIN}>", f"<{_CALL}>"), "closes": ("```", f"<{_CALL_END}>", f"<{_END}>"),

@@ -101,7 +101,6 @@ class Format:
             yield from Calls(reader, self, tools).read(reader.say)
 
 
-
 class Calls:
     """Reads text with calls in it."""
 
