@@ -10,7 +10,7 @@ model as a program does that loads one; only the last two sections compile, lpr'
 A bare machine is made ready by benchmarks/gpu/bare.py.
 
 Each model's table of step times, as `StepTimes.from_json` reads it, is also in
-benchmarks/results/tn_<gpu>_<model>.json, for `--costs` and the workloads of `lpr.plan --service`.
+benchmarks/results/tn_<gpu>_<model>.json, for `--costs`.
 `--device cpu --tiny` runs the same program on any machine, to test it.
 """
 
