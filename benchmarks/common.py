@@ -35,7 +35,7 @@ from rich.progress import Progress
 from rich.table import Table as RichTable
 
 from benchmarks.report.parts import Table, failures
-from benchmarks.report.sections import parts_of
+from benchmarks.report.tables import parts_of
 from lpr.cli.flags import read_flags
 from lpr.config import InputError
 
@@ -104,14 +104,6 @@ class DataOptions(ModelOptions):
     skip: Whole = 0
     """Leave out the first N prompts."""
     data: str
-    """JSON lines of ClassEval, HumanEval, GSM8K, ..., or hub:classeval, hub:humaneval, hub:gsm8k, hub:mt_bench."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ManyDataOptions(ModelOptions):
-    """Options of a benchmark that decodes the prompts of several data sets."""
-
-    data: tuple[str, ...]
     """JSON lines of ClassEval, HumanEval, GSM8K, ..., or hub:classeval, hub:humaneval, hub:gsm8k, hub:mt_bench."""
 
 

@@ -154,7 +154,7 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
         flags = ["--model", model, "--lp", str(options.lp), "--max-batch-size", str(SLOTS), "--request-timeout", "300"]
         flags += ["--kv-tokens", str(options.kv_tokens)] if crowded else []
         flags += shlex.split(options.flags)
-        with attacked(Path(name), flags, threads=options.threads, optional=("--protect-metrics",)) as service:
+        with attacked(Path(name), flags, options.threads) as service:
             process = psutil.Process(service.process.pid)
             livez = Livez(service.url, LIVEZ_EVERY)
             threads = [

@@ -45,7 +45,7 @@ from benchmarks.peers.environment import install, installed
 from benchmarks.peers.recipe import Peer
 from benchmarks.peers.rounds import FIRST_SEED, Rounds, Task, row_of, time_them
 from benchmarks.report.parts import renew
-from benchmarks.report.steps import peers_table
+from benchmarks.report.tables import peers_table
 from lpr.config import InputError
 
 PEERS: dict[str, Peer] = {peer.name: peer for peer in (own.PEER, prompt_lookup.PEER, lade.PEER, pia.PEER, arctic.PEER)}

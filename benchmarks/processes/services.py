@@ -42,26 +42,21 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    flags: Sequence[str], threads: int = 0, log: Path | None = None, more: Mapping[str, str] | None = None, *,
-    checkout: Path | None = None, open_files: int = 0,
+    flags: Sequence[str], threads: int = 0, log: Path | None = None, more: Mapping[str, str] | None = None,
+    open_files: int = 0,
 ) -> Iterator[Running]:  # fmt: skip
     """A service with these flags that is ready; its stderr goes to `log`, or to this process's stderr.
 
-    `threads` are CPU threads of each rank (0: the service's default); `more` is added to its environment. `checkout`
-    is the folder of another lpr than this, and `open_files` the process's limit (`ulimit -n`). Raises InputError if it
-    does not become ready.
+    `threads` are CPU threads of each rank (0: the service's default); `more` is added to its environment. `open_files`
+    is the process's limit (`ulimit -n`). Raises InputError if it does not become ready.
     """
     command = [sys.executable, "-m", "lpr.serve", "--port", "0", *flags]
     if open_files:
         command = ["sh", "-c", f'ulimit -n {open_files}; exec "$0" "$@"', *command]
     environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {}), **(more or {})}
-    if checkout is not None:
-        environment["PYTHONPATH"] = str(checkout)
     with contextlib.ExitStack() as stack:
         errors = stack.enter_context(log.open("w")) if log is not None else sys.stderr
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=checkout
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         service = None
         try:
             assert process.stdout is not None

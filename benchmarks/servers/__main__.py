@@ -35,7 +35,7 @@ from benchmarks.common import (
 )  # fmt: skip
 from benchmarks.data import load_prompts
 from benchmarks.report.parts import renew
-from benchmarks.report.servers import summary
+from benchmarks.report.tables import summary
 from benchmarks.servers.acceptance import Counts, acceptance, counts_of
 from benchmarks.servers.client import Answer, Load, ask_all
 from benchmarks.servers.configurations import CONFIGURATIONS, HOW_TO_INSTALL, Places, command_of
