@@ -54,34 +54,21 @@ NUM_BODIES = 24
 class ChaosOptions(Options):
     """Kill ranks of a service at random, and compare streams."""
 
-    threads: Whole = 1
-    """CPU threads of each rank."""
-    minutes: float = 10.0
-    """Duration of the losses."""
-    ranks: Whole = 3
-    """Replicas."""
-    every: float = 4.0
-    """Seconds from ready to the next loss."""
-    clients: Whole = 4
-    """Streams at a time."""
-    batch: Whole = 4
-    """Slots of the service."""
+    threads: Whole = 1  # CPU threads of each rank.
+    minutes: float = 10.0  # Duration of the losses.
+    ranks: Whole = 3  # Replicas.
+    every: float = 4.0  # Seconds from ready to the next loss.
+    clients: Whole = 4  # Streams at a time.
+    batch: Whole = 4  # Slots of the service.
     kv_tokens: Whole = 0
     """Tokens of each rank's KV cache, fewer than the streams need for requests to be preempted; 0: room for all."""
-    seed: Whole = 0
-    """Seed of requests and losses."""
-    quick: Flag = False
-    """Half a minute, to check that it works."""
-    model: str | None = None
-    """Folder or hub id; the bundled model if none is given."""
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU if there is one."""
-    dtype: str = "float32"
-    """Type of the weights; other types round by the number of rows."""
-    exact: Flag = False
-    """Exact mode: the same bits for every shape of a step."""
-    folder: str | None = None
-    """Folder for temporary files; the system's if none is given."""
+    seed: Whole = 0  # Seed of requests and losses.
+    quick: Flag = False  # Half a minute, to check that it works.
+    model: str | None = None  # Folder or hub id; the bundled model if none is given.
+    device: str | None = None  # cpu, cuda or cuda:N; a GPU if there is one.
+    dtype: str = "float32"  # Type of the weights; other types round by the number of rows.
+    exact: Flag = False  # Exact mode: the same bits for every shape of a step.
+    folder: str | None = None  # Folder for temporary files; the system's if none is given.
 
 
 @dataclass
@@ -89,18 +76,13 @@ class Losses:
     """Losses of ranks, with times (time.monotonic)."""
 
     times: list[float] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    """Of each loss: the signal, and the number of ranks that got it."""
+    kinds: list[str] = field(default_factory=list)  # Of each loss: the signal, and the number of ranks that got it.
     num_restarts: list[int] = field(default_factory=list)
     """Before each loss: how often the service had restarted all ranks."""
-    num_kills: int = 0
-    """Processes that got SIGKILL."""
-    num_stops: int = 0
-    """Processes that got SIGSTOP."""
-    num_all: int = 0
-    """Times that all ranks were hit at once."""
-    problem: str | None = None
-    """Why the losses stopped early."""
+    num_kills: int = 0  # Processes that got SIGKILL.
+    num_stops: int = 0  # Processes that got SIGSTOP.
+    num_all: int = 0  # Times that all ranks were hit at once.
+    problem: str | None = None  # Why the losses stopped early.
 
 
 async def disturb(

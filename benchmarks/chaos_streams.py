@@ -31,11 +31,9 @@ class Output:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     finish: str | None = None
-    offsets: list[int] = field(default_factory=list)
-    """Where the text of each token begins, from `logprobs`."""
+    offsets: list[int] = field(default_factory=list)  # Where the text of each token begins, from `logprobs`.
     logprobs: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    """From usage."""
+    num_tokens: int = 0  # From usage.
     failed: str | None = None
 
     def exact(self) -> tuple[object, ...]:

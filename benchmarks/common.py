@@ -40,8 +40,8 @@ from lpr.cli.flags import read_flags
 from lpr.config import InputError
 
 RESULTS = Path(__file__).parent / "results"
-STEP_TIMES = Path(__file__).parent / "step_times"
-"""Tables of step times, as `lpr.core.step_times` reads them: `h100_7b` is estimated, `flat_N` takes N ms a step."""
+STEP_TIMES = Path(__file__).parent / "h100_7b.json"
+"""A table of step times, as `lpr.core.step_times` reads them: estimated for a 7B on an H100."""
 T = TypeVar("T")
 
 
@@ -69,40 +69,29 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 class Options:
     """Options of every benchmark."""
 
-    threads: Whole = 0
-    """CPU threads; 0 leaves torch's default."""
-    output: str | None = None
-    """File to which the result is written as JSON, for benchmarks/results."""
-    json: Flag = False
-    """Print the JSON line only, no tables."""
+    threads: Whole = 0  # CPU threads; 0 leaves torch's default.
+    output: str | None = None  # File to which the result is written as JSON, for benchmarks/results.
+    json: Flag = False  # Print the JSON line only, no tables.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Options):
     """Options of a benchmark that decodes prompts with a model."""
 
-    prompts: Whole = 20
-    """Use the first N prompts."""
-    chat_template: Flag = False
-    """Put each prompt as a user's message into the model's chat template."""
-    max_new_tokens: Whole = 256
-    """Tokens per prompt."""
-    model: str | None = None
-    """Folder or hub id; the bundled model if none is given."""
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights."""
-    exact: Flag = False
-    """Exact mode: the same bits for every shape of a step."""
+    prompts: Whole = 20  # Use the first N prompts.
+    chat_template: Flag = False  # Put each prompt as a user's message into the model's chat template.
+    max_new_tokens: Whole = 256  # Tokens per prompt.
+    model: str | None = None  # Folder or hub id; the bundled model if none is given.
+    device: str | None = None  # cpu, cuda or cuda:N; a GPU if there is one.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # Type of the weights.
+    exact: Flag = False  # Exact mode: the same bits for every shape of a step.
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(ModelOptions):
     """Options of a benchmark that decodes the prompts of one data set."""
 
-    skip: Whole = 0
-    """Leave out the first N prompts."""
+    skip: Whole = 0  # Leave out the first N prompts.
     data: str
     """JSON lines of ClassEval, HumanEval, GSM8K, ..., or hub:classeval, hub:humaneval, hub:gsm8k, hub:mt_bench."""
 

@@ -32,10 +32,8 @@ STOCK, PLAIN, AUTO = "transformers greedy", "lpr autoregressive", "lpr auto"
 class DecodeOptions(DataOptions):
     """Wall clock of completions against transformers."""
 
-    budgets: tuple[int, ...] = (16, 32, 64)
-    """Node budgets of fixed sizes."""
-    kinds: tuple[Literal["window", "trie", "both"], ...] = ("trie", "both")
-    """Draft sources of fixed sizes."""
+    budgets: tuple[int, ...] = (16, 32, 64)  # Node budgets of fixed sizes.
+    kinds: tuple[Literal["window", "trie", "both"], ...] = ("trie", "both")  # Draft sources of fixed sizes.
 
 
 def measure(options: DecodeOptions, console: Console) -> dict[str, Any]:

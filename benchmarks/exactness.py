@@ -2,16 +2,14 @@
 
     python -m benchmarks.exactness MODEL --dtypes bfloat16 float32 --output benchmarks/results/exactness.json
 
-Prompts are decoded in groups of four. After each group the result is written to `--output`, and a run that finds its
-own file there, of the same program and machine, continues after the last group. The benchmark compares the ids, and a
-digest of the logits from which each token was chosen: of every evaluated node on the path of the text, on every rank.
-Ranks are threads of this process. The cost is the ratio of runs that take turns.
+Prompts are decoded in groups of four, and the result is written to `--output` after each. The benchmark compares the
+ids, and a digest of the logits from which each token was chosen: of every evaluated node on the path of the text, on
+every rank. Ranks are threads of this process. The cost is the ratio of runs that take turns.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import statistics
 import sys
 import time
@@ -26,7 +24,7 @@ import tyro
 from rich.console import Console
 
 from benchmarks.common import Options, Whole, circumstances, run_main, write_json
-from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams, bundled_model
+from lpr import DecodeConfig, Engine, EngineOptions, SamplingParams, bundled_model
 from lpr.dist.comm import Comm
 from lpr.engine.request import Request
 from lpr.model.inputs import Row, StepInputs
@@ -36,8 +34,6 @@ from lpr.model.sampling.selection import Selection
 from tests.fakes.prompts import PROMPTS
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
-PROGRAM = ("commit", "cpu", "torch", "transformers")
-"""What must be the same where a run goes on from a file, which would call older figures its own."""
 GROUP = 4
 """Prompts that every shape decodes before the next group."""
 TEMPERATURES = (0.0, 0.8)
@@ -64,10 +60,8 @@ class Shape:
 
     decode: DecodeConfig
     num_ranks: int = 1
-    delivered: bool = False
-    """True if the first half of each output is given, as to a request that resumes."""
-    again: bool = False
-    """True if the engine has just decoded the same prompts, and finds their K/V."""
+    delivered: bool = False  # True if the first half of each output is given, as to a request that resumes.
+    again: bool = False  # True if the engine has just decoded the same prompts, and finds their K/V.
 
 
 SHAPES = {
@@ -263,48 +257,30 @@ class Group:
 class ExactnessOptions(Options):
     """Ids and logits against plain decoding, bit for bit."""
 
-    threads: Whole = 1
-    """CPU threads; 0 leaves torch's default."""
-    model: tyro.conf.Positional[str] = str(bundled_model())
-    """Folder or hub id."""
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    """Types of the weights."""
-    prompts: Whole = 40
-    """Number of prompts, at most 47."""
-    tokens: Whole = 200
-    """Tokens per prompt."""
-    rounds: Whole = 5
-    """Pairs of runs for the cost."""
+    threads: Whole = 1  # CPU threads; 0 leaves torch's default.
+    model: tyro.conf.Positional[str] = str(bundled_model())  # Folder or hub id.
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")  # Types of the weights.
+    prompts: Whole = 40  # Number of prompts, at most 47.
+    tokens: Whole = 200  # Tokens per prompt.
+    rounds: Whole = 5  # Pairs of runs for the cost.
 
 
 def measure(options: ExactnessOptions, console: Console) -> dict[str, Any]:
-    """All groups of all types, then the cost; written after each group."""
+    """All groups of all types, then the cost."""
     settings = {"model": Path(options.model).name, "tokens": options.tokens, "threads": torch.get_num_threads()}
-    result: dict[str, Any] = {**settings, "runs": [], "cost": []}
-    path = Path(options.output) if options.output else None
-    if path is not None and path.exists():
-        result = json.loads(path.read_text())
-        same = settings | {name: value for name, value in circumstances().items() if name in PROGRAM}
-        if other := [name for name, value in same.items() if result.get(name) != value]:
-            raise InputError(f"{path} is of another {', '.join(other)}; give another --output")
-    for dtype in options.dtypes:
-        if all(run["dtype"] != dtype for run in result["runs"]):
-            result["runs"].append({"dtype": dtype, "prompts": 0, "exact": {}, "as usual": {}})
+    runs: list[dict[str, Any]] = [{"dtype": each, "prompts": 0, "exact": {}, "as usual": {}} for each in options.dtypes]
+    result: dict[str, Any] = {**settings, "runs": runs, "cost": []}
     both = (True, False)
     worlds = {(dtype, exact): Worlds(options.model, dtype, exact) for dtype in options.dtypes for exact in both}
     for first in range(0, options.prompts, GROUP):
-        for run in result["runs"]:
-            if run["prompts"] == first and run["dtype"] in options.dtypes:
-                for exact in both:
-                    add_group(run["exact" if exact else "as usual"], worlds[run["dtype"], exact], options, first)
-                run["prompts"] += min(GROUP, options.prompts - first)
-                console.print(f"{run['dtype']}: {run['prompts']} prompts")
-                if path is not None:
-                    write_json(path, {"benchmark": "exactness", **result, **circumstances()})
-    known = [each["dtype"] for each in result["cost"]]
-    for dtype in options.dtypes:
-        if options.rounds and dtype not in known:
-            result["cost"].append(cost(options, dtype))
+        for run in runs:
+            for exact in both:
+                add_group(run["exact" if exact else "as usual"], worlds[run["dtype"], exact], options, first)
+            run["prompts"] += min(GROUP, options.prompts - first)
+            console.print(f"{run['dtype']}: {run['prompts']} prompts")
+        if options.output:
+            write_json(Path(options.output), {"benchmark": "exactness", **result, **circumstances()})
+    result["cost"] = [cost(options, dtype) for dtype in options.dtypes if options.rounds]
     return result
 
 

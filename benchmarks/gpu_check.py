@@ -44,7 +44,7 @@ from tests.fakes.prompts import PROMPTS
 
 BUDGETS = {
     "environment": 5, "bandwidth": 5, "build": 35, "t(n)": 75, "end_to_end:codellama-7b": 40, "profile": 10,
-    "kernels": 30, "correctness": 60, "exact": 60, "sampling": 20, "end_to_end": 35, "host_share": 10, "many": 30,
+    "kernels": 30, "correctness": 60, "exact": 60, "sampling": 20, "end_to_end": 35, "many": 30,
     "ranks": 40, "killed": 90, "hybrid": 40,
 }  # fmt: skip
 """Seconds of a section on a GPU, by its name or the part before a colon, with room: on an H200 `t(n)` took 37, and the
@@ -56,22 +56,14 @@ up to `many` fit in 8 minutes; those of several GPUs have 8 more; the others tak
 class GpuCheckOptions:
     """Correctness and speed on a GPU, in minutes."""
 
-    minutes: float = 8.0
-    """Begin no section after this time."""
-    several_minutes: float = 8.0
-    """Minutes more where there are several GPUs."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Device."""
-    tiny: Flag = False
-    """Use tiny models, to test this program."""
-    sections: tuple[str, ...] = ()
-    """Run only these sections, such as t(n)."""
-    output: Path = RESULTS / "gpu_check.json"
-    """File to write the results to."""
-    worker: Path | None = None
-    """Internal: be one rank of a section with several ranks, and write to this file."""
-    tp: int = 1
-    """Internal: tensor-parallel size of that rank's mesh."""
+    minutes: float = 8.0  # Begin no section after this time.
+    several_minutes: float = 8.0  # Minutes more where there are several GPUs.
+    device: Literal["cuda", "cpu"] = "cuda"  # Device.
+    tiny: Flag = False  # Use tiny models, to test this program.
+    sections: tuple[str, ...] = ()  # Run only these sections, such as t(n).
+    output: Path = RESULTS / "gpu_check.json"  # File to write the results to.
+    worker: Path | None = None  # Internal: be one rank of a section with several ranks, and write to this file.
+    tp: int = 1  # Internal: tensor-parallel size of that rank's mesh.
 
 
 class BudgetError(BaseException):
@@ -265,7 +257,6 @@ def check(report: Report, sizes: parts.Sizes, several_minutes: float = 8.0) -> N
     report.run("exact", lambda: parts.exact_mode(sizes, prompts))
     report.run("sampling", lambda: kernels.choices(sizes))
     report.run("end_to_end", lambda: parts.end_to_end(sizes, prompts))
-    report.run("host_share", lambda: parts.host_share(sizes, prompts[-1]))
     report.run("many", lambda: parts.many_requests(sizes, prompts))
     several_gpus(report, sizes, expected, torch.cuda.device_count() if on_gpu else 2, several_minutes)
     for name in names[1:][::-1]:  # the largest first

@@ -82,8 +82,7 @@ class Tally:
     seconds: list[float] = field(default_factory=list)
     num_steps: int = 0
     num_nodes: int = 0
-    num_different: int = 0
-    """Prompts whose ids differ from the first contestant's, with the warm-up."""
+    num_different: int = 0  # Prompts whose ids differ from the first contestant's, with the warm-up.
 
 
 @dataclass
@@ -91,8 +90,7 @@ class Race:
     """The tallies of some contestants."""
 
     tallies: dict[str, Tally]
-    num_tokens: int = 0
-    """Emitted by the first contestant, without the warm-up."""
+    num_tokens: int = 0  # Emitted by the first contestant, without the warm-up.
 
 
 def run_race(

@@ -47,28 +47,17 @@ T = TypeVar("T")
 class ReplayOptions(Options):
     """Measure drafting on recorded completions."""
 
-    traces: str
-    """JSON lines with prompt and completion."""
-    skip: Annotated[Whole, tyro.conf.arg(name="from")] = 0
-    """Leave out the first N tasks."""
-    first: Whole | None = None
-    """Replay the first N tasks only."""
-    last: Whole | None = None
-    """Replay the last N tasks only."""
-    warm: str | None = None
-    """Trace file whose completions are known before the first task."""
-    warm_first: Whole | None = None
-    """Know only the first N tasks of --warm."""
-    warm_last: Whole | None = None
-    """Know only the last N tasks of --warm."""
-    learn: Flag = False
-    """Each replayed completion enters the shared index."""
-    budget: Whole = 64
-    """Node budget of a step."""
-    branch_length: Whole | None = None
-    """Greatest depth of a node; the budget if none is given."""
-    tokenizer: str | None = None
-    """SentencePiece .model file, or name or path for AutoTokenizer."""
+    traces: str  # JSON lines with prompt and completion.
+    skip: Annotated[Whole, tyro.conf.arg(name="from")] = 0  # Leave out the first N tasks.
+    first: Whole | None = None  # Replay the first N tasks only.
+    last: Whole | None = None  # Replay the last N tasks only.
+    warm: str | None = None  # Trace file whose completions are known before the first task.
+    warm_first: Whole | None = None  # Know only the first N tasks of --warm.
+    warm_last: Whole | None = None  # Know only the last N tasks of --warm.
+    learn: Flag = False  # Each replayed completion enters the shared index.
+    budget: Whole = 64  # Node budget of a step.
+    branch_length: Whole | None = None  # Greatest depth of a node; the budget if none is given.
+    tokenizer: str | None = None  # SentencePiece .model file, or name or path for AutoTokenizer.
 
 
 @dataclass(frozen=True)
@@ -88,8 +77,7 @@ class Tally:
     num_drafted: int = 0
     num_accepted: int = 0
     expected: float = 0.0
-    fewest_steps: int = 0
-    """Steps of the limit (benchmarks.limit)."""
+    fewest_steps: int = 0  # Steps of the limit (benchmarks.limit).
     draft_ms: list[float] = field(default_factory=list)
     learn_ms: list[float] = field(default_factory=list)
 

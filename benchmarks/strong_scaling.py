@@ -29,16 +29,11 @@ from lpr.engine.stats import DecodeStats
 class StrongScalingOptions(DataOptions):
     """Tokens per step against the number of ranks."""
 
-    ranks: tuple[int, ...] = (1, 2, 4, 8)
-    """Numbers of ranks."""
-    budgets: tuple[int, ...] = (32, 64)
-    """Node budgets of a rank."""
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    """Temperatures."""
-    seeds: Whole = 1
-    """Seeds of each prompt at temperatures above 0."""
-    window_share: float = 0.5
-    """Share of the budget for the window and its pool."""
+    ranks: tuple[int, ...] = (1, 2, 4, 8)  # Numbers of ranks.
+    budgets: tuple[int, ...] = (32, 64)  # Node budgets of a rank.
+    temperatures: tuple[float, ...] = (0.0, 0.8)  # Temperatures.
+    seeds: Whole = 1  # Seeds of each prompt at temperatures above 0.
+    window_share: float = 0.5  # Share of the budget for the window and its pool.
 
 
 def per_rank(budget: int, window_share: float) -> DecodeConfig:

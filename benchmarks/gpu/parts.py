@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engines import StepClock, plain, switch
+from benchmarks.engines import plain, switch
 from benchmarks.exactness import Group, Worlds
 from benchmarks.race import stock_generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
@@ -39,16 +39,12 @@ class Sizes:
 
     device: torch.device
     models: dict[str, dict[str, Any]]
-    lengths: tuple[int, ...]
-    """Cached lengths of t(n)."""
+    lengths: tuple[int, ...]  # Cached lengths of t(n).
     nodes: tuple[int, ...]
-    few_nodes: tuple[int, ...]
-    """Numbers of nodes that are also timed without graphs."""
-    chains: tuple[int, ...]
-    """Nodes of the chains that trees are compared with."""
+    few_nodes: tuple[int, ...]  # Numbers of nodes that are also timed without graphs.
+    chains: tuple[int, ...]  # Nodes of the chains that trees are compared with.
     copy_bytes: int
-    batches: tuple[int, ...]
-    """Numbers of requests that are decoded together."""
+    batches: tuple[int, ...]  # Numbers of requests that are decoded together.
     num_prompts: int
     max_new_tokens: int
     dtype: torch.dtype
@@ -205,30 +201,6 @@ def rate(complete: Callable[[list[int]], int], prompts: Sequence[list[int]], dev
         emitted += complete(prompt)
     wait(device)
     return {"tokens": emitted, "tokens_per_s": round(emitted / (time.perf_counter() - began), 1)}
-
-
-def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
-    """Median milliseconds of a step before its gather, in the gather, and after it."""
-    graphs = sizes.device.type == "cuda"
-    result = {}
-    for nodes in (1, 32, 64):
-        decode = DecodeConfig(window_size=0, trie_nodes=nodes - 1, max_batch_size=1)
-        engine = bundled(decode, sizes.device, graphs=graphs)
-        clock = engine.hooks = StepClock(time.perf_counter)
-        request = engine.submit(prompt, SamplingParams(max_new_tokens=sizes.max_new_tokens, ignore_eos=True))
-        parts: list[dict[str, float]] = []
-        while request.finish_reason is None:
-            began = time.perf_counter()
-            engine.step()
-            whole = (time.perf_counter() - began) * 1e3
-            gather, before = clock.phases["gather"], clock.phases["draft"] + clock.phases["forward"]
-            after = whole - before - gather
-            parts.append({"before_gather_ms": before, "gather_ms": gather, "after_gather_ms": after})
-        result[f"{nodes} nodes"] = {
-            name: round(statistics.median(part[name] for part in parts[2:]), 4) for name in parts[0]
-        }
-        measured(result)
-    return result
 
 
 def many_requests(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# Each registers its probes.
-from benchmarks.hostile import connections, requests  # noqa: F401
-from benchmarks.hostile.client import Client
-from benchmarks.hostile.probes import PROBES, Probe
 from lpr.config import InputError
+
+# Each registers its probes.
+from tests.fakes.hostile import connections, requests  # noqa: F401
+from tests.fakes.hostile.client import Client
+from tests.fakes.hostile.probes import PROBES, Probe
 
 MOST_PROBLEMS = 50
 END_SECONDS = 150.0
@@ -34,27 +35,20 @@ class Plan:
 
     url: str
     key: str = ""
-    other: str = ""
-    """A neighbour's key."""
-    probes: Sequence[str]
-    """It picks among them at random."""
+    other: str = ""  # A neighbour's key.
+    probes: Sequence[str]  # It picks among them at random.
     seed: str = ""
-    pause: float = 0.0
-    """Mean seconds between two of them."""
-    hold: float = 3.0
-    """Seconds that idle connections stay open."""
-    links: int = 1100
-    """The number of these."""
+    pause: float = 0.0  # Mean seconds between two of them.
+    hold: float = 3.0  # Seconds that idle connections stay open.
+    links: int = 1100  # The number of these.
 
 
 @dataclass
 class Seen:
     """What it has seen."""
 
-    seen: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By probe, how often each status or end."""
-    problems: list[str] = field(default_factory=list)
-    """What should not have been seen."""
+    seen: dict[str, dict[str, int]] = field(default_factory=dict)  # By probe, how often each status or end.
+    problems: list[str] = field(default_factory=list)  # What should not have been seen.
 
 
 def chosen(names: Sequence[str]) -> list[Probe]:

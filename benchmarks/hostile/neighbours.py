@@ -54,19 +54,13 @@ class Tally:
                 self.problems.append(f"{what}: {problem}"[:500])
 
 
-def make_cases(model: str, seed: int, crowded: bool = False) -> list[Case]:
-    """Requests of many kinds, most with prompts that begin alike, and an engine's texts for each.
-
-    With `crowded` they are long and of several priorities, so that a small KV cache holds few of them.
-    """
+def make_cases(model: str, seed: int) -> list[Case]:
+    """Requests of many kinds, most with prompts that begin alike, and an engine's texts for each."""
     dice = random.Random(seed)
-    prompts, lengths = (long_prompts(dice), (16, 96, 256)) if crowded else (PROMPTS, (4, 16, 48))
     bodies: list[dict[str, Any]] = []
     for index in range(32):
-        body: dict[str, Any] = {"prompt": dice.choice(prompts), "max_tokens": dice.choice(lengths), "seed": index,
+        body: dict[str, Any] = {"prompt": dice.choice(PROMPTS), "max_tokens": dice.choice((4, 16, 48)), "seed": index,
                 "temperature": dice.choice((0.0, 0.0, 0.8, 1.2))}  # fmt: skip
-        if crowded:
-            body["priority"] = dice.choice((-3, 0, 0, 3))
         if dice.random() < 0.3:
             body |= {"top_p": 0.9, "top_k": 20}
         if dice.random() < 0.3:
@@ -84,12 +78,6 @@ def make_cases(model: str, seed: int, crowded: bool = False) -> list[Case]:
     return [Case(body, tuple(next(texts).text for _ in range(body.get("n", 1)))) for body in bodies]
 
 
-def long_prompts(dice: random.Random) -> list[str]:
-    """Prompts of some 20 to 400 tokens that share beginnings of several lengths."""
-    beginnings = [TEXT * count for count in (1, 4, 12)]
-    return [dice.choice(beginnings) + f"\n\ndef {dice.choice('abcdef')}_{number}(" for number in range(24)]
-
-
 def _params(body: dict[str, Any], number: int) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=body["max_tokens"],
@@ -103,37 +91,28 @@ def _params(body: dict[str, Any], number: int) -> SamplingParams:
 
 
 def ask(
-    url: str, cases: Sequence[Case], seed: str, pause: float, tally: Tally, stop: threading.Event, key: str = KEY,
-    abandons: float = 0.0,
+    url: str, cases: Sequence[Case], seed: str, pause: float, tally: Tally, stop: threading.Event
 ) -> None:  # fmt: skip
-    """Send well-formed requests until `stop`, with `pause` seconds between two of them on average.
-
-    A share `abandons` of the streams is left before its end.
-    """
+    """Send well-formed requests until `stop`, with `pause` seconds between two of them on average."""
     dice = random.Random(seed)
-    with httpx.Client(base_url=url, timeout=300, headers={"Authorization": f"Bearer {key}"}) as client:
+    with httpx.Client(base_url=url, timeout=300, headers={"Authorization": f"Bearer {KEY}"}) as client:
         while not stop.is_set():
             case, stream = dice.choice(cases), dice.random() < 0.5
-            most_lines = dice.randrange(40) if stream and dice.random() < abandons else None
             began = time.monotonic()
-            while not (is_done := ask_once(client, case, stream, began, tally, most_lines)) and not stop.wait(0.5):
+            while not (is_done := ask_once(client, case, stream, began, tally)) and not stop.wait(0.5):
                 pass  # the time to the first token counts from the first attempt
             if pause and is_done:
                 stop.wait(dice.expovariate(1 / pause))
 
 
-def ask_once(
-    client: httpx.Client, case: Case, stream: bool, began: float, tally: Tally, most_lines: int | None = None
-) -> bool:
-    """Send a request and check its answer, or what it was after `most_lines` lines; False if the service was busy."""
+def ask_once(client: httpx.Client, case: Case, stream: bool, began: float, tally: Tally) -> bool:
+    """Send a request and check its answer; False if the service was busy."""
     try:
         with client.stream("POST", "/v1/completions", json={**case.body, "stream": stream}) as answer:
             lines, first = [], None
             for line in answer.iter_lines():
                 first = time.monotonic() if first is None and line.startswith("data: {") else first
                 lines.append(line)
-                if most_lines is not None and len(lines) > most_lines:
-                    break
     except httpx.HTTPError as failure:
         tally.count("answer", repr(failure))
         return True
@@ -144,10 +123,6 @@ def ask_once(
         tally.count("answer", f"{answer.status_code} {' '.join(lines)}")
         return True
     found = texts_of(lines, stream, len(case.texts))
-    if most_lines is not None and not (lines and lines[-1] == "data: [DONE]"):
-        is_right = all(text.startswith(part) for part, text in zip(found, case.texts, strict=True))
-        tally.count("abandoned", "" if is_right else f"{case.body}: {found!r} does not begin {case.texts!r}")
-        return True
     tally.count("answer", "" if found == case.texts else f"{case.body}: {found!r} is not {case.texts!r}")
     if first is not None:
         tally.first_tokens.append((began, first - began))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.processes.services import Running, running
+from benchmarks.processes.services import Server, running
 
 KEYS = ("attacker-1f0b", "neighbour-7c2e")
 """Key of the hostile clients, and of their well-behaved neighbours."""
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 @contextlib.contextmanager
-def attacked(folder: Path, flags: Sequence[str], threads: int = 0) -> Iterator[Running]:
+def attacked(folder: Path, flags: Sequence[str], threads: int = 0) -> Iterator[Server]:
     """A service whose files are in `folder`, with two keys and further `flags`."""
     keys, template = folder / "keys", folder / "template.jinja"
     keys.write_text(f"attacker {KEYS[0]}\nneighbour {KEYS[1]}\n", encoding="utf-8")

@@ -56,36 +56,21 @@ BEGIN, END = "<!-- made by python -m benchmarks.peers table -->", "<!-- end -->"
 class PeersOptions(Options):
     """lpr and its peers, on the same prompts and weights."""
 
-    threads: Whole = 1
-    """CPU threads."""
-    what: tyro.conf.Positional[Literal["install", "run", "table", "changes"]]
-    """What to do."""
-    only: tuple[str, ...] = ()
-    """Some of lpr, transformers, lade, pia, arctic; all if none is given."""
-    work: Path | None = None
-    """Folder for environments and finished rounds."""
-    source: tuple[str, ...] = ()
-    """Checkouts to use instead of cloning, as PEER=DIR."""
-    model: Path | None = None
-    """Model folder, a Llama."""
-    data: str | None = None
-    """Prompts: a file, or hub:classeval and so on."""
-    chat_template: Flag = False
-    """Put each prompt into the model's chat template."""
-    skip: Whole = 60
-    """Leave out the first N prompts."""
-    prompts: Whole = 8
-    """Number of prompts."""
-    max_new_tokens: Whole = 160
-    """Tokens per prompt."""
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    """Temperatures."""
-    seeds: Whole = 1
-    """Number of seeds at temperatures above 0."""
-    variants: tuple[str, ...] = ()
-    """Some variants only, as the table names them."""
-    output: str | None = str(RESULTS / "peers.json")
-    """Result file, renewed entry by entry."""
+    threads: Whole = 1  # CPU threads.
+    what: tyro.conf.Positional[Literal["install", "run", "table", "changes"]]  # What to do.
+    only: tuple[str, ...] = ()  # Some of lpr, transformers, lade, pia, arctic; all if none is given.
+    work: Path | None = None  # Folder for environments and finished rounds.
+    source: tuple[str, ...] = ()  # Checkouts to use instead of cloning, as PEER=DIR.
+    model: Path | None = None  # Model folder, a Llama.
+    data: str | None = None  # Prompts: a file, or hub:classeval and so on.
+    chat_template: Flag = False  # Put each prompt into the model's chat template.
+    skip: Whole = 60  # Leave out the first N prompts.
+    prompts: Whole = 8  # Number of prompts.
+    max_new_tokens: Whole = 160  # Tokens per prompt.
+    temperatures: tuple[float, ...] = (0.0, 0.8)  # Temperatures.
+    seeds: Whole = 1  # Number of seeds at temperatures above 0.
+    variants: tuple[str, ...] = ()  # Some variants only, as the table names them.
+    output: str | None = str(RESULTS / "peers.json")  # Result file, renewed entry by entry.
 
 
 def chosen(options: PeersOptions) -> list[Peer]:

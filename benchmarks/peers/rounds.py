@@ -31,8 +31,7 @@ class Task:
     prompts: list[list[int]]
     max_new_tokens: int
     stop_ids: list[int]
-    separators: list[int]
-    """Ids of comma, period and blank, which PIA calls stop words."""
+    separators: list[int]  # Ids of comma, period and blank, which PIA calls stop words.
     facts: dict[str, Any]
 
     def request(self, number: int, variant: str, temperature: float, seed: int) -> dict[str, Any]:

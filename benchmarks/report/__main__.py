@@ -21,10 +21,8 @@ from lpr.config import InputError
 class ReportOptions:
     """One page and pictures from all results."""
 
-    results: Path = RESULTS
-    """Folder of result files."""
-    output: Path = Path("report")
-    """Folder to write to."""
+    results: Path = RESULTS  # Folder of result files.
+    output: Path = Path("report")  # Folder to write to.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -210,7 +210,7 @@ def host(facts: Json) -> list[Part]:
     columns: dict[str, Column] = {"case": case, "efficiency": "{efficiency:.3f}"}
     columns |= {name: f"{{{name}:.3f}}" for name in names}
     title = f"host time on the critical path, {facts['core']} core"
-    return [Part(tabulate(title, [*facts["rows"], *facts["flat_rows"]], columns))]
+    return [Part(tabulate(title, facts["rows"], columns))]
 
 
 Servers = dict[str, Json]
@@ -284,11 +284,9 @@ class Section:
     """What the page shows of one benchmark's results."""
 
     title: str
-    text: str
-    """How to read the tables and pictures."""
+    text: str  # How to read the tables and pictures.
     build: Callable[[Json], list[Part]] = every_value
-    options: str = ""
-    """Of the command that makes the result."""
+    options: str = ""  # Of the command that makes the result.
 
     def command(self, name: str) -> str:
         """The command that makes the result."""

@@ -34,12 +34,12 @@ from benchmarks.common import (
     write_json,
 )  # fmt: skip
 from benchmarks.data import load_prompts
+from benchmarks.processes.services import Server, ServerEndedError, free_port, started
 from benchmarks.report.parts import renew
 from benchmarks.report.tables import summary
 from benchmarks.servers.acceptance import Counts, acceptance, counts_of
 from benchmarks.servers.client import Answer, Load, ask_all
 from benchmarks.servers.configurations import CONFIGURATIONS, HOW_TO_INSTALL, Places, command_of
-from benchmarks.servers.process import Server, ServerEndedError, free_port, started
 from lpr.config import InputError
 
 DOCS = Path(__file__).parents[2] / "docs" / "results.md"
@@ -54,41 +54,27 @@ Json = dict[str, Any]
 class ServersOptions(Options):
     """Compare lpr's server with vLLM's and llama.cpp's on one machine, in one run."""
 
-    model: Path | None = None
-    """Model folder."""
+    model: Path | None = None  # Model folder.
     sets: tuple[str, ...] = ("hub:classeval", "hub:humaneval", "hub:gsm8k", "hub:mt_bench")
     """Data sets: files of JSON lines, or hub:NAME."""
-    peers: tuple[str, ...] = tuple(CONFIGURATIONS)
-    """Servers and settings."""
-    clients: tuple[int, ...] = (1, 4, 16)
-    """Numbers of clients."""
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    """Temperatures."""
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """Types of weights."""
+    peers: tuple[str, ...] = tuple(CONFIGURATIONS)  # Servers and settings.
+    clients: tuple[int, ...] = (1, 4, 16)  # Numbers of clients.
+    temperatures: tuple[float, ...] = (0.0, 0.8)  # Temperatures.
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")  # Types of weights.
     passes: tuple[Literal["cold", "warm"], ...] = PASSES
     """Whether prompts are asked for the first time, or that and once more."""
-    prompts: Whole = 12
-    """Prompts of each load; each load has its own."""
+    prompts: Whole = 12  # Prompts of each load; each load has its own.
     portion: Whole = 0
     """Prompts that a server is asked before it is the next one's turn; 0: all of a load. What a machine does otherwise
     changes within a minute, and few prompts bring the servers' turns closer together."""
-    tokens: Whole = 128
-    """Most tokens of an answer."""
-    vllm: Path | None = None
-    """Environment with vLLM."""
-    llama: Path | None = None
-    """Folder with llama-server, float32.gguf and bfloat16.gguf."""
-    urls: tuple[str, ...] = ()
-    """Servers that run already, as NAME=URL; they take the place of --peers."""
-    start_seconds: float = 600.0
-    """Limit of a server's start."""
-    request_seconds: float = 300.0
-    """Limit of a request."""
-    add: Flag = False
-    """Keep the other rows of --output."""
-    table: Flag = False
-    """Measure nothing: draw the tables in docs/results.md from benchmarks/results/servers*.json."""
+    tokens: Whole = 128  # Most tokens of an answer.
+    vllm: Path | None = None  # Environment with vLLM.
+    llama: Path | None = None  # Folder with llama-server, float32.gguf and bfloat16.gguf.
+    urls: tuple[str, ...] = ()  # Servers that run already, as NAME=URL; they take the place of --peers.
+    start_seconds: float = 600.0  # Limit of a server's start.
+    request_seconds: float = 300.0  # Limit of a request.
+    add: Flag = False  # Keep the other rows of --output.
+    table: Flag = False  # Measure nothing: draw the tables in docs/results.md from benchmarks/results/servers*.json.
 
 
 @dataclass(frozen=True)
@@ -196,8 +182,8 @@ class Comparison:
         places = Places(options.model.absolute(), options.vllm, options.llama, options.threads, slots)
         command, environment = command_of(name, self.dtype, port, places)
         log = folder / f"{name}-{self.dtype}.log"
-        peer = CONFIGURATIONS[name].peer
-        return started(name, peer, command, environment, port, log, options.start_seconds)
+        ready = "/readyz" if CONFIGURATIONS[name].peer == "lpr" else "/health"
+        return started(name, command, environment, port, ready, log, options.start_seconds)
 
     def put(self, case: Case, turn: int) -> list[Json]:
         """Put a load to each server, the first of them by `turn`; returns a row for each server and pass."""
@@ -245,8 +231,7 @@ class Portion(NamedTuple):
 
     answers: list[Answer]
     seconds: float
-    before: Counts
-    """The server's counters."""
+    before: Counts  # The server's counters.
     after: Counts
 
 
@@ -348,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(words):
-        print(HOW_TO_INSTALL)
+        print(HOW_TO_INSTALL.read_text(encoding="utf-8"))
     try:
         options = read_options("servers", ServersOptions, arguments)
         if options.table:

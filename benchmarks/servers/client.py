@@ -18,10 +18,8 @@ class Answer:
 
     text: str = ""
     num_tokens: int = 0
-    first: float | None = None
-    """When the first text came."""
-    last: float = 0.0
-    """When the last text came."""
+    first: float | None = None  # When the first text came.
+    last: float = 0.0  # When the last text came.
     failed: str | None = None
 
     @property
@@ -38,12 +36,9 @@ class Load:
 
     clients: int
     temperature: float
-    tokens: int
-    """Most tokens of an answer."""
-    seconds: float
-    """Limit of one request."""
-    seeded: bool = True
-    """Sampled answers have a seed."""
+    tokens: int  # Most tokens of an answer.
+    seconds: float  # Limit of one request.
+    seeded: bool = True  # Sampled answers have a seed.
 
 
 async def ask_all(url: str, model: str, prompts: Sequence[Sequence[int]], load: Load) -> tuple[list[Answer], float]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.hostile.client import Answer, Client
+from tests.fakes.hostile.client import Answer, Client
 
 BUSY = frozenset(("429", "503"))
 """Answers of a service with too much to do, which are always right."""

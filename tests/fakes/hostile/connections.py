@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from itertools import repeat
 
-from benchmarks.hostile.client import Answer, Client, read_answer
-from benchmarks.hostile.probes import probe
+from tests.fakes.hostile.client import Answer, Client, read_answer
+from tests.fakes.hostile.probes import probe
 
 FLOOD = 8 << 20
 """Bytes that a client sends at most before it gives up to wait for an answer."""

@@ -9,8 +9,8 @@ from collections import Counter
 from functools import cache, partial
 from typing import Any
 
-from benchmarks.hostile.client import Answer, Client
-from benchmarks.hostile.probes import probe
+from tests.fakes.hostile.client import Answer, Client
+from tests.fakes.hostile.probes import probe
 
 BODY = 2 << 20
 """Bytes of the bodies with a million wrong elements: what a service takes by default."""
