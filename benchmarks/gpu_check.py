@@ -45,7 +45,7 @@ from tests.fakes.prompts import PROMPTS
 BUDGETS = {
     "environment": 5, "bandwidth": 5, "build": 35, "t(n)": 75, "end_to_end:codellama-7b": 40, "profile": 10,
     "kernels": 30, "correctness": 60, "exact": 60, "sampling": 20, "end_to_end": 35, "many": 30,
-    "ranks": 40, "killed": 90, "hybrid": 40,
+    "ranks": 40, "hybrid": 40,
 }  # fmt: skip
 """Seconds of a section on a GPU, by its name or the part before a colon, with room: on an H200 `t(n)` took 37, and the
 kernels' compilation most of `kernels` and `correctness`. On one GPU the sections
@@ -229,14 +229,13 @@ def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: floa
 def several_gpus(
     report: Report, sizes: parts.Sizes, expected: dict[str, Any] | None, num_gpus: int, minutes: float
 ) -> None:
-    """The second part: all GPUs as one mesh, then fewer, then tensor parallel, with the gather's times; a lost rank."""
+    """The second part: all GPUs as one mesh, then fewer, then tensor parallel, with the gather's times."""
     if num_gpus < 2:  # ranks that share a GPU tell nothing of several
         return
     report.extend(minutes)
     counts = [count for count in (8, 4, 2, 1) if count <= num_gpus and (count > 1 or num_gpus > 2)]
     for count in counts:
         report.run(f"ranks:{count}", partial(several.ranks, count, sizes, expected, 100.0))
-    report.run(f"killed:{counts[0]}", partial(several.killed, counts[0], sizes, 120.0))
     for tp in counts if sizes.device.type == "cuda" else ():
         if tp > 1:
             report.run(f"ranks:tp {tp}", partial(several.ranks, tp, sizes, expected, 100.0, tp))

@@ -17,11 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.engines import plain, switch
-from benchmarks.exactness import Group, Worlds
-from benchmarks.race import stock_generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.core.step_times import KNOTS
 from lpr.planner.facts import read_preset
+from tests.fakes.compared import Group, Worlds
 
 MODELS = ("codellama-7b", "codellama-13b", "codellama-34b")
 TINY = dict(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import lpr.model.adapter
 import lpr.model.self_check
-from benchmarks.exactness import SHAPES, Group, Worlds
+from tests.fakes.compared import SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.dist.comm import Comm
 from lpr.engine.exchange import DesyncError
