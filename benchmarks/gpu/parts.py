@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engines import plain, switch
+from benchmarks.engines import plain, stock_generate, switch
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.core.step_times import KNOTS
 from lpr.planner.facts import read_preset

@@ -5,8 +5,8 @@
     python -m benchmarks.peers run --work DIR --model FOLDER --chat-template --data hub:classeval
     python -m benchmarks.peers table
 
-`install` clones each peer at its pinned commit, or takes a checkout that `--source lade=DIR` names; `changes` lists the
-deviations from its authors' setup. `run` counts steps, which do not depend on the machine's load, and renews the result
+`install` clones each peer at its pinned commit, or takes a checkout that `--source lade=DIR` names; README.md lists the
+deviations from their authors' setup. `run` counts steps, which do not depend on the machine's load, and renews the result
 file entry by entry, so `run --only lpr` renews lpr's rows alone. An interrupted run continues after the last round in
 --work. A round (one variant, temperature and seed) begins with empty draft indexes. Sampled texts differ between
 systems by their random numbers, so only lpr's are compared with plain decoding's. `table` renews the table of
@@ -57,7 +57,7 @@ class PeersOptions(Options):
     """lpr and its peers, on the same prompts and weights."""
 
     threads: Whole = 1  # CPU threads.
-    what: tyro.conf.Positional[Literal["install", "run", "table", "changes"]]  # What to do.
+    what: tyro.conf.Positional[Literal["install", "run", "table"]]  # What to do.
     only: tuple[str, ...] = ()  # Some of lpr, transformers, lade, pia, arctic; all if none is given.
     work: Path | None = None  # Folder for environments and finished rounds.
     source: tuple[str, ...] = ()  # Checkouts to use instead of cloning, as PEER=DIR.
@@ -223,9 +223,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"benchmarks.peers: {error}", file=sys.stderr)
         return 2
-    if options.what == "changes":
-        print("\n".join(f"{peer.name}: {change}" for peer in PEERS.values() for change in peer.changes))
-        return 0
     return run_main("peers", PeersOptions, measure, arguments)
 
 

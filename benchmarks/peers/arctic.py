@@ -50,10 +50,6 @@ PEER = Peer(
         "csrc/suffix_decoding": "csrc",
     },
     requirements=("numpy", "nanobind", "cmake", "ninja"),
-    changes=(
-        "only its suffix tree, compiled with its own CMakeLists.txt, and its Python package: no vLLM",
-        "its simulator's loop is written again here, as the simulator asks for pandas and a tokenizer",
-    ),
     build=build,
     learns=tuple(SETTINGS),
     replays=True,

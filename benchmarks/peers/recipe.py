@@ -21,7 +21,6 @@ class Peer:
     folders: Mapping[str, str] = field(default_factory=dict)
     """Folders of the checkout, and the names under which they are imported."""
     requirements: Sequence[str] = ()  # Packages that pip installs into its environment.
-    changes: Sequence[str] = ()  # Deviations from its authors' setup, so that it runs here. No peer's source is edited.
     build: Callable[[Path, Path], None] | None = None
     """Compiles it, given the environment's folder and the one that holds `folders`."""
     old_weights: bool = False  # True if it needs a model folder in the form of transformers 4.

@@ -82,7 +82,7 @@ class Report:
             inside = "data:image/png;base64," + base64.b64encode(drawn).decode()
             picture = f'<img src="{inside}" alt="{escape(part.headline)}">'
         title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
-        return f'{title}\n<div class="part">{picture}<div class="scroll">{grid(table.columns, table.rows)}</div></div>'
+        return f'{title}\n{picture}<div class="scroll">{grid(table.columns, table.rows)}</div>'
 
 
 def file_row(file: str, facts: Json) -> list[str]:

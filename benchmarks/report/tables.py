@@ -38,7 +38,7 @@ def strong_scaling(facts: Json) -> list[Part]:
 
     columns: dict[str, Column] = {
         "mode": how_sampled, "nodes per rank": "{budget_per_rank}", "ranks": "{num_ranks}",
-        "tokens/step": "{tokens_per_step:.2f}", "fewer steps than one rank": fewer, "nodes/step": "{nodes_per_step:.0f}",
+        "tokens/step": "{tokens_per_step:.2f}", "fewer steps": fewer, "nodes/step": "{nodes_per_step:.0f}",
         "largest shard": "{nodes_of_largest_shard:.0f}", "redundant": "{evaluated_redundantly:.1%}",
         "bytes/rank": "{payload_bytes_per_rank}",
     }  # fmt: skip
