@@ -24,7 +24,7 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,10 @@ class ChaosOptions(Options):
     kv_tokens: Whole = 0
     """Tokens of each rank's KV cache, fewer than the streams need for requests to be preempted; 0: room for all."""
     seed: Whole = 0  # Seed of requests and losses.
-    quick: Flag = False  # Half a minute, to check that it works.
     model: str | None = None  # Folder or hub id; the bundled model if none is given.
     device: str | None = None  # cpu, cuda or cuda:N; a GPU if there is one.
     dtype: str = "float32"  # Type of the weights; other types round by the number of rows.
     exact: Flag = False  # Exact mode: the same bits for every shape of a step.
-    folder: str | None = None  # Folder for temporary files; the system's if none is given.
 
 
 @dataclass
@@ -230,12 +228,10 @@ def metrics(text: str) -> dict[str, int]:
 
 def measure(options: ChaosOptions, console: Console) -> dict[str, Any]:
     """Start a service, disturb it, stop it, and count leaks; raises InputError."""
-    if options.quick:
-        options = replace(options, minutes=0.5)
     if options.minutes <= 0 or options.every <= 0 or options.ranks < 1 or options.clients < 1:
         raise InputError("--minutes, --every, --ranks and --clients must be above 0")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos-", dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         keeps = Path(folder) / "files"
         keeps.mkdir()
         # torch leaves a cache among the temporary files.

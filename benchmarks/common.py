@@ -32,9 +32,8 @@ import torch
 import tyro
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table as RichTable
 
-from benchmarks.report.parts import Table, failures
+from benchmarks.report.parts import failures, markdown
 from benchmarks.report.tables import parts_of
 from lpr.cli.flags import read_flags
 from lpr.config import InputError
@@ -188,19 +187,11 @@ def progress(console: Console, total: int, what: str = "decoding") -> Iterator[C
 def show(result: dict[str, Any], console: Console) -> None:
     """Print the result's tables, and a line per failure."""
     for part in [] if "failed" in result else parts_of(result):
-        console.print(rich_table(part.table))
+        console.print(
+            part.table.title, markdown(part.table), "", sep="\n", markup=False, highlight=False, soft_wrap=True
+        )
     for what, why in failures(result):
         console.print(f"failed: {what}: {why}", markup=False, highlight=False, soft_wrap=True)
-
-
-def rich_table(table: Table) -> RichTable:
-    """A table for a console: the first column to the left, the others to the right."""
-    made = RichTable(title=table.title, title_justify="left")
-    for index, column in enumerate(table.columns):
-        made.add_column(column, justify="left" if index == 0 else "right")
-    for row in table.rows:
-        made.add_row(*row)
-    return made
 
 
 def circumstances() -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.decode --data classeval.jsonl --output benchmarks/results/decode.json
 
-Every prompt is completed by all contestants in turn, each time in another order. Ratios are of medians over prompts, after a
-few tokens of a warm-up prompt. `speedup_by_prompt` is relative to transformers for each prompt. Outputs that differ
-from transformers' are counted.
+Every prompt is completed by all contestants in turn, each time in another order. Ratios are of medians over prompts,
+after a few tokens of a warm-up prompt. `speedup_by_prompt` is relative to transformers for each prompt. Outputs that
+differ from transformers' are counted.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 The model's forward is replaced by a paced device (benchmarks.paced_device): it takes t(n) of a table of step times and
 answers from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms* is
 the median time of a step beyond the device's time. Steps that evaluate a prompt do not count. The host's work is timed
-by the processor time of its thread. Its waits for the device poll, as CUDA does by default. `h100_7b` is an estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64, then
-13.2 GFLOP a token at 600 TFLOP/s).
+by the processor time of its thread. Its waits for the device poll, as CUDA does by default. `h100_7b` is an estimate of
+a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64, then 13.2 GFLOP a token at 600 TFLOP/s).
 
 Nodes are those of a sequence on each rank. With lp above 1 the other ranks are simulated: they take as long as this
 rank, at the same time, and the collective takes no time. A sampled request follows the recorded text too, so only its

@@ -12,9 +12,10 @@ completions of its tasks into the shared index before the first task; the same f
 
 `expected_per_step` is the sum of the drafts' probabilities and `accepted_per_step` the number of accepted nodes; they
 agree where the calibration is good. `draft_ms_per_step` (median) and `draft_ms_p99` are processor time of the thread.
-`limit_tokens_per_step` comes from copying the longest phrase in every step (benchmarks.limit), and `share_of_limit`
-relates drafting to it. With `--learn` each completed task enters the shared
-index, as in an engine; the result then depends on the order and number of tasks.
+`limit_tokens_per_step` comes from copying, in every step, the longest phrase that occurs in the text so far, and one
+more token: the parse of Lempel and Ziv (1977). A copy may overlap its source. A tree can leave a phrase for another, so
+the limit is not a strict bound; `share_of_limit` relates drafting to it. With `--learn` each completed task enters the
+shared index, as in an engine; the result then depends on the order and number of tasks.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import tyro
 from rich.console import Console
 
 from benchmarks.common import Flag, Options, Whole, progress, run_main
-from benchmarks.limit import fewest_steps
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.suffix_index import as_learnt
 from lpr.native import Drafter, SuffixIndex, TokenTree
@@ -77,9 +78,61 @@ class Tally:
     num_drafted: int = 0
     num_accepted: int = 0
     expected: float = 0.0
-    fewest_steps: int = 0  # Steps of the limit (benchmarks.limit).
+    fewest_steps: int = 0  # Steps of the limit .
     draft_ms: list[float] = field(default_factory=list)
     learn_ms: list[float] = field(default_factory=list)
+
+
+SEPARATOR = -1
+"""Between texts, so that no phrase runs from one into the next."""
+
+
+class Phrases:
+    """Longest phrases of a text that occur before a growing position."""
+
+    def __init__(self, known: Iterable[Sequence[int]], text: Sequence[int]) -> None:
+        """Index `text`, with the `known` texts before it."""
+        joined: list[int] = []
+        for each in known:
+            joined += [*each, SEPARATOR]
+        self._begin = len(joined)
+        self._tokens = np.array([*joined, *text], np.int64)
+        keys = self._tokens[:-1] << 32 | self._tokens[1:]
+        order = np.argsort(keys, kind="stable")
+        changes = np.flatnonzero(np.diff(keys[order])) + 1
+        self._by_pair = {int(keys[places[0]]): places for places in np.split(order, changes) if len(places)}
+        self._first: dict[int, int] = {}
+        for place, token in enumerate(self._tokens.tolist()):
+            self._first.setdefault(token, place)
+
+    def longest(self, at: int) -> int:
+        """Length of the longest phrase at position `at` that also occurs at an earlier position."""
+        here, tokens = self._begin + at, self._tokens
+        if here >= len(tokens) or self._first[int(tokens[here])] >= here:
+            return 0
+        if here + 1 == len(tokens):
+            return 1
+        places = self._by_pair[int(tokens[here] << 32 | tokens[here + 1])]
+        places = places[: np.searchsorted(places, here)]
+        if not len(places):
+            return 1
+        length = 2
+        while here + length < len(tokens):
+            going_on = places[tokens[places + length] == tokens[here + length]]
+            if not len(going_on):
+                break
+            places, length = going_on, length + 1
+        return length
+
+
+def fewest_steps(prompt: Sequence[int], completion: Sequence[int], known: Iterable[Sequence[int]] = ()) -> int:
+    """Steps of the limit for `completion`: each is a longest phrase of the text so far, and one more token."""
+    phrases = Phrases(known, [*prompt, *completion])
+    at, end, steps = len(prompt), len(prompt) + len(completion), 0
+    while at < end:
+        at += phrases.longest(at) + 1
+        steps += 1
+    return steps
 
 
 def read_traces(path: str) -> list[tuple[str, str]]:

@@ -37,8 +37,7 @@ from rich.console import Console
 from benchmarks.common import Options, Whole, progress, run_main
 from benchmarks.hostile.attack import Attack, Plan, Seen, chosen
 from benchmarks.hostile.livez import Livez, summary
-from benchmarks.hostile.neighbours import KEY, Tally, ask, first_tokens, make_cases
-from benchmarks.hostile.under_test import KEYS, attacked
+from benchmarks.hostile.neighbours import KEY, KEYS, Tally, ask, attacked, first_tokens, make_cases
 from benchmarks.processes.services import Server
 from lpr import bundled_model
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,7 +16,6 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import parts
-from benchmarks.processes.launch import LAUNCHER, execute
 from lpr import DecodeConfig, SamplingParams
 from lpr.dist.comm import Comm
 from lpr.dist.runtime import World, join
@@ -21,6 +24,8 @@ from tests.fakes.prompts import PROMPTS
 GATHERED_WORDS = (64, 1024, 16384)
 """Payloads of a timed gather, in int32 words: those of a token each, of a tree, and of a batch of trees."""
 NUM_GATHERS = 50
+ROOT = Path(__file__).parents[2]
+GRACE = 40.0
 
 
 def ranks(
@@ -32,7 +37,7 @@ def ranks(
         worker = ["-m", "benchmarks.gpu_check", "--worker", str(target), "--device", sizes.device.type, "--tp", str(tp)]
         began = time.perf_counter()
         tiny = ["--tiny"] if "tiny" in sizes.models else []
-        execute([*LAUNCHER, f"--nproc_per_node={num_ranks}", *worker, *tiny], seconds)
+        execute([f"--nproc_per_node={num_ranks}", *worker, *tiny], seconds, Path(folder) / "log")
         record = json.loads(target.read_text())
     record["seconds_with_start"] = round(time.perf_counter() - began, 2)
     found = record.pop("ids")
@@ -42,6 +47,28 @@ def ranks(
             for name in found
         }
     return record
+
+
+def execute(words: list[str], seconds: float, log: Path) -> None:
+    """Run torchrun; raises RuntimeError with the most telling line of its output, or if it takes too long."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    with log.open("w") as output:  # a file: a rank that outlives its launcher would hold a pipe open
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it ends its ranks, and gives them 30 s
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            raise RuntimeError(f"did not end within {seconds:g} s") from None
+        finally:
+            process.kill()
+            process.wait()
+    if code:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip(" =-")]
+        raised = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]+(Error|Exception): ", line)]
+        told = [line for line in raised if "ChildFailedError" not in line] or lines or ["nothing was printed"]
+        raise RuntimeError(f"exit code {code}: {told[-1]}")
 
 
 def work_as_rank(target: Path, sizes: parts.Sizes, tp: int) -> int:

@@ -1,22 +1,33 @@
-"""Well-behaved clients next to hostile ones: their texts are checked, and the times to their first tokens kept."""
+"""The attacked service, and well-behaved clients next to hostile ones, whose texts are checked."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.hostile.under_test import KEYS
+from benchmarks.processes.services import Server, running
 from lpr import Engine, SamplingParams
 
+KEYS = ("attacker-1f0b", "neighbour-7c2e")
+"""Key of the hostile clients, and of their well-behaved neighbours."""
+OPEN_FILES = 1024
+"""`ulimit -n`, which many systems have as default."""
+TEMPLATE = (
+    "{% for _ in range(pad | default(0)) %} {% endfor %}{{ bos_token }}"
+    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}def "
+)
+"""A chat template whose length a client can choose."""
 KEY = KEYS[1]
 """Key of the well-behaved clients."""
 TEXT = 'class Account:\n    """An account."""\n\n    def __init__(self, owner):\n        self.owner = owner\n'
@@ -38,7 +49,6 @@ class Tally:
     """Outcomes of the requests; clients are threads."""
 
     def __init__(self) -> None:
-        """Empty."""
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.first_tokens: list[tuple[float, float]] = []
@@ -151,3 +161,28 @@ def first_tokens(found: Sequence[tuple[float, float]], times: dict[str, tuple[fl
     if result["alone_s"] and result["attacked_s"]:
         result["ratio"] = round(result["attacked_s"] / result["alone_s"], 2)
     return result
+
+
+@contextlib.contextmanager
+def attacked(folder: Path, flags: Sequence[str], threads: int = 0) -> Iterator[Server]:
+    """A service whose files are in `folder`, with two keys and further `flags`."""
+    keys, template = folder / "keys", folder / "template.jinja"
+    keys.write_text(f"attacker {KEYS[0]}\nneighbour {KEYS[1]}\n", encoding="utf-8")
+    template.write_text(TEMPLATE, encoding="utf-8")
+    own = ["--dtype", "float32", "--chat-template", str(template), "--no-access-log", "--protect-metrics"]
+    own += ["--api-key-file", str(keys)]
+    with running([*own, *flags], threads, folder / "log", open_files=OPEN_FILES) as service:
+        yield service
+
+
+def at_rest(url: str, seconds: float = 60.0) -> bool:
+    """True once the service is ready and has no requests; False if that takes longer than `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(httpx.HTTPError):
+            answer = httpx.get(url + "/readyz", timeout=10)
+            state = answer.json() if answer.status_code == 200 else {"running": 1}
+            if not state.get("running") and not state.get("waiting"):
+                return True
+        time.sleep(0.1)
+    return False

@@ -6,10 +6,10 @@
     python -m benchmarks.peers table
 
 `install` clones each peer at its pinned commit, or takes a checkout that `--source lade=DIR` names; README.md lists the
-deviations from their authors' setup. `run` counts steps, which do not depend on the machine's load, and renews the result
-file entry by entry, so `run --only lpr` renews lpr's rows alone. An interrupted run continues after the last round in
---work. A round (one variant, temperature and seed) begins with empty draft indexes. Sampled texts differ between
-systems by their random numbers, so only lpr's are compared with plain decoding's. `table` renews the table of
+deviations from their authors' setup. `run` counts steps, which do not depend on the machine's load, and renews the
+result file entry by entry, so `run --only lpr` renews lpr's rows alone. An interrupted run continues after the last
+round in --work. A round (one variant, temperature and seed) begins with empty draft indexes. Sampled texts differ
+between systems by their random numbers, so only lpr's are compared with plain decoding's. `table` renews the table of
 docs/results.md from the result file.
 """
 

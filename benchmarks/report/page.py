@@ -21,7 +21,6 @@ class Report:
     """The sections as HTML, their pictures, and notes about what cannot be shown."""
 
     def __init__(self, results: dict[str, Json]) -> None:
-        """Build everything from result files by name."""
         self.pictures: dict[str, bytes] = {}
         """File name to PNG."""
         self.notes: list[str] = []

@@ -267,16 +267,8 @@ def _clients(run: Json) -> str:
 
 
 def servers(facts: Json) -> list[Part]:
-    """The ratios of `summary`, then every load's figures, a row per server."""
-    columns: dict[str, Column] = {
-        "load": "{dtype}, {data}", "mode": how_sampled, "clients": _clients, "server": "{name}",
-        "tokens/s": "{tokens_per_second:.0f}", "first token, ms": "{first_token_ms:.0f}", "ms/token": "{token_ms:.1f}",
-        "equal texts": lambda run: f"{run['equal_texts']} of {run['prompts']}" if "equal_texts" in run else "",
-        "tokens/step": lambda run: f"{run.get('tokens_per_step', '')}",
-    }  # fmt: skip
-    what = f"{facts['model']}, {facts['max_new_tokens']} tokens each"
-    loads = [run for run in facts["runs"] if "data" in run]
-    return [*map(Part, summary(facts)), Part(tabulate(what, loads, columns))]
+    """The ratios that a reader of the documentation sees; the file has every load's figures."""
+    return list(map(Part, summary(facts)))
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ from benchmarks.data import load_prompts
 from benchmarks.processes.services import Server, ServerEndedError, free_port, started
 from benchmarks.report.parts import renew
 from benchmarks.report.tables import summary
-from benchmarks.servers.acceptance import acceptance, counts_of
-from benchmarks.servers.client import Answer, Load, ask_all
+from benchmarks.servers.client import Answer, Load, acceptance, ask_all, counts_of
 from benchmarks.servers.configurations import CONFIGURATIONS, HOW_TO_INSTALL, Places, command_of
 from lpr.config import InputError
 
@@ -150,7 +149,6 @@ class Comparison:
     """The servers of one type of weights, and their texts."""
 
     def __init__(self, dtype: str, options: ServersOptions) -> None:
-        """Nothing runs yet."""
         self.dtype, self._options = dtype, options
         self.servers: dict[str, Server | str] = {}
         """By name, a running server or why there is none."""
