@@ -101,10 +101,7 @@ def read_options(name: str, kind: type[T], arguments: Sequence[str] | None = Non
 
 
 def run_main(
-    name: str,
-    kind: type[T],
-    measure: Callable[[T, Console], dict[str, Any]],
-    arguments: Sequence[str] | None = None,
+    name: str, kind: type[T], measure: Callable[[T, Console], dict[str, Any]], arguments: Sequence[str] | None = None
 ) -> int:
     """Parse, measure, print and write the result.
 

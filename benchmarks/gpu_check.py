@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 import lpr.native
 from benchmarks.common import RESULTS, Flag, circumstances, read_options, reason, write_json
-from benchmarks.gpu import kernels, models, parts, several
+from benchmarks.gpu import models, parts, several
 from lpr import InputError
 from lpr.dist.runtime import World, leave
 from lpr.model.fused.accelerate import accelerate
@@ -250,11 +250,11 @@ def check(report: Report, sizes: parts.Sizes, several_minutes: float = 8.0) -> N
     bytes_per_s = copied["bytes_per_s"] if copied else None
     names = list(sizes.models)
     large_model(report, names[0], sizes, bytes_per_s)
-    report.run("kernels", lambda: kernels.warm_up(sizes))
+    report.run("kernels", lambda: parts.warm_up(sizes))
     correct = report.run("correctness", lambda: parts.correctness(sizes, prompts))
     expected = correct["ids"] if correct else None
     report.run("exact", lambda: parts.exact_mode(sizes, prompts))
-    report.run("sampling", lambda: kernels.choices(sizes))
+    report.run("sampling", lambda: parts.choices(sizes))
     report.run("end_to_end", lambda: parts.end_to_end(sizes, prompts))
     report.run("many", lambda: parts.many_requests(sizes, prompts))
     several_gpus(report, sizes, expected, torch.cuda.device_count() if on_gpu else 2, several_minutes)

@@ -38,6 +38,7 @@ from benchmarks.common import Options, Whole, progress, run_main
 from benchmarks.hostile.attack import Attack, Plan, Seen, chosen
 from benchmarks.hostile.livez import Livez, summary
 from benchmarks.hostile.neighbours import KEY, KEYS, Tally, ask, attacked, first_tokens, make_cases
+from benchmarks.processes.leaks import is_alive
 from benchmarks.processes.services import Server
 from lpr import bundled_model
 
@@ -125,7 +126,7 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
         flags = ["--model", model, "--lp", str(options.lp), "--max-batch-size", str(SLOTS), "--request-timeout", "300"]
         flags += shlex.split(options.flags)
         with attacked(Path(name), flags, options.threads) as service:
-            process = psutil.Process(service.process.pid)
+            process = psutil.Process(service.pid)
             livez = Livez(service.url, LIVEZ_EVERY)
             threads = [
                 threading.Thread(
@@ -151,7 +152,7 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
             asked = livez.asked()
             held = left_open(service)
             after = sample(process)
-            died = service.process.poll() is not None or bool(set(samples[0].files) - set(after.files))
+            died = not is_alive(process) or bool(set(samples[0].files) - set(after.files))
             code = service.stop()
         written = (Path(name) / "log").read_text(errors="replace")
     times = {"alone": (0.0, attacked_at), "attacked": (attacked_at + 1.0, ended_at)}

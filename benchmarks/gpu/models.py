@@ -13,14 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.engines import switch
 from benchmarks.gpu.parts import Sizes, measured, median_ms, wait
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.model.capture import CudaCapturer, Program
 from lpr.model.inputs import Row
 from lpr.model.kv_cache import KVCache
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
-from lpr.model.static_inputs import NODE_BUCKETS, StaticShape, static_shape
 from lpr.planner.facts import config_from
 
 
@@ -108,18 +106,10 @@ def _time_row(
         measured(result)
 
 
-def words_of(runner: TreeModel, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor:
-    """A step's words on the host."""
-    words = torch.empty(shape.num_words, dtype=torch.int32)
-    assert runner.cache is not None
-    shape.place(words.numpy(), rows, selection, runner.cache)
-    return words
-
-
 def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
     """True, by nodes, if a graph replayed on another step gives the same bits as its uncaptured program."""
     found, graphs = {}, runner.graphs
-    assert graphs is not None
+    assert graphs is not None and runner.cache is not None
     for count in sizes.few_nodes:
         rows, selection = tree_step(sizes.lengths[0] - 3, max(1, count - 1), runner.vocab_size)
         replayed = graphs.evaluate(rows, selection, 8)
@@ -128,8 +118,11 @@ def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
             continue
         replayed = replayed.clone()
         with torch.no_grad():
-            words = words_of(runner, shape, rows, selection).to(sizes.device)
-            results = run_static(runner, shape, words)
+            words = torch.empty(shape.num_words, dtype=torch.int32)
+            shape.place(words.numpy(), rows, selection, runner.cache)
+            inputs, asked = shape.read(words.to(sizes.device), runner.cache)
+            logits = (runner.compiled or runner.adapter).forward(inputs, runner.cache)
+            results = runner.sampler.results(logits, asked, 8, fixed_shapes=True)
         found[str(count)] = bool(torch.equal(replayed, results[-rows[0].num_results :]))
     return found
 
@@ -211,35 +204,6 @@ def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     result["captured"], result["graph_reason"] = engine.model.num_captures, engine.model.graph_reason
     engine.close()
     return result
-
-
-def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> torch.Tensor:
-    """The program of a graph of `shape`, without a graph."""
-    assert runner.cache is not None
-    inputs, selection = shape.read(words, runner.cache)
-    logits = (runner.compiled or runner.adapter).forward(inputs, runner.cache)
-    return runner.sampler.results(logits, selection, 8, fixed_shapes=True)
-
-
-def _allocated(model: PreTrainedModel, sizes: Sizes) -> TreeModel:
-    runner = TreeModel(model, graphs=False)
-    runner.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(runner))
-    return runner
-
-
-def _static_program(runner: TreeModel, count: int, sizes: Sizes) -> Program:
-    """The program of a graph for a step of `count` nodes over the shortest length."""
-    assert runner.cache is not None
-    step = tree_step(sizes.lengths[0], count, runner.vocab_size)
-    shape = static_shape(*step, 8, 1, runner.cache.rows_per_slot, NODE_BUCKETS[-1], tree_bits=runner.adapter.reads_bits)
-    assert shape is not None
-    words = words_of(runner, shape, *step).to(sizes.device)
-    return torch.no_grad()(partial(run_static, runner, shape, words))
-
-
-def _captured(program: Program, sizes: Sizes) -> Program:
-    """The program as a graph, where there are graphs."""
-    return CudaCapturer(sizes.device).capture(program) if sizes.device.type == "cuda" else program
 
 
 HYBRID = dict(

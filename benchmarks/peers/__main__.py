@@ -40,8 +40,8 @@ from benchmarks.common import (
 from benchmarks.data import load_prompts
 from benchmarks.peers import arctic, lade, own, pia, prompt_lookup
 from benchmarks.peers.environment import install, installed
-from benchmarks.peers.recipe import Peer
 from benchmarks.peers.rounds import FIRST_SEED, Rounds, Task, row_of
+from benchmarks.peers.worker import Peer
 from benchmarks.report.parts import renew
 from benchmarks.report.tables import peers_table
 from lpr.config import InputError
@@ -179,10 +179,7 @@ def measure(options: PeersOptions, console: Console) -> dict[str, Any]:
         for variant in peer.variants
         if not options.variants or variant in options.variants
     ]
-    with (
-        Rounds(options.work, options.model, task, options.threads) as rounds,
-        progress(console, len(rows)) as advance,
-    ):
+    with Rounds(options.work, options.model, task, options.threads) as rounds, progress(console, len(rows)) as advance:
         for peer, variant, temperature in rows:
             row = row_of(rounds, peer, variant, temperature, seeds if temperature else seeds[:1])
             keep(result["rows"], row)

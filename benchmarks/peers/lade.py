@@ -10,8 +10,7 @@ import random
 import sys
 from typing import Any
 
-from benchmarks.peers.recipe import Peer
-from benchmarks.peers.worker import Calls, Complete, Request, how_to_choose, main
+from benchmarks.peers.worker import Calls, Complete, Peer, Request, how_to_choose, main
 
 PEER = Peer(
     name="lade",

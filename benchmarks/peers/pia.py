@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from benchmarks.peers.recipe import Peer
-from benchmarks.peers.worker import Complete, Request, main
+from benchmarks.peers.worker import Complete, Peer, Request, main
 
 CUT = "64/12"
 UNCUT = "64/12, its cut at the end token removed"

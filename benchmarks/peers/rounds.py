@@ -17,7 +17,7 @@ from benchmarks.common import git, read_json, write_json
 from benchmarks.peers import own
 from benchmarks.peers.environment import installed, python_of, weights_for
 from benchmarks.peers.process import PeerError, Process
-from benchmarks.peers.recipe import Peer
+from benchmarks.peers.worker import Peer
 
 Outputs = list[dict[str, Any]]
 """Per prompt `ids`, `steps` and `seconds` (of a machine that may be busy)."""

@@ -36,6 +36,12 @@ class Server:
     log: Path | None = None
     ready_seconds: float | None = None
 
+    @property
+    def pid(self) -> int:
+        """The process of a server that was started here."""
+        assert self.process is not None
+        return self.process.pid
+
     def check(self) -> None:
         """Raise ServerEndedError if its process has ended."""
         if self.process is not None and (code := self.process.poll()) is not None:

@@ -31,7 +31,7 @@ def png(panels: Sequence[Lines | Bars]) -> bytes:
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     height = max(0.9 + 0.3 * len(each.bars) if isinstance(each, Bars) else 3.6 for each in panels)
-    with matplotlib.rc_context(SETTINGS):
+    with matplotlib.rc_context(SETTINGS):  # type: ignore[arg-type]
         figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
         for axes, panel in zip(grid, panels, strict=False):
@@ -48,8 +48,8 @@ def png(panels: Sequence[Lines | Bars]) -> bytes:
 def draw_lines(axes: Axes, panel: Lines) -> None:
     """A line per series over a logarithmic axis."""
     for number, (name, points) in enumerate(panel.series.items()):
-        style = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
-        axes.plot([x for x, _ in points], [y for _, y in points], label=name, **style)
+        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+        axes.plot([x for x, _ in points], [y for _, y in points], label=name, color=color, marker=marker)
     if places := sorted({x for points in panel.series.values() for x, _ in points}):
         axes.set_xscale("log", base=2)
         axes.set_xticks(places, [f"{place:g}" for place in places])

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,16 +128,13 @@ def figures(answers: Sequence[Answer], seconds: float) -> Json:
 
 def agreement(texts: Sequence[str], others: Sequence[str]) -> Json:
     """How many texts are equal, and the mean part of a text before the first difference."""
-    parts = [common(text, other) / max(len(text), len(other), 1) for text, other in zip(texts, others, strict=True)]
+    parts = [
+        len(commonprefix([text, other])) / max(len(text), len(other), 1)
+        for text, other in zip(texts, others, strict=True)
+    ]
     equal = sum(text == other for text, other in zip(texts, others, strict=True))
     same = [1.0 if text == other else part for text, other, part in zip(texts, others, parts, strict=True)]
     return {"equal_texts": equal, "equal_part": round(statistics.mean(same), 3)}
-
-
-def common(text: str, other: str) -> int:
-    """Characters that two texts have in common at the start."""
-    pairs = zip(text, other, strict=False)
-    return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(text), len(other)))
 
 
 def plain_of(name: str) -> str:

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.ablation import complete, figures_of
+from benchmarks.limit import fewest_steps
+from benchmarks.processes.launch import RunFailedError
+from benchmarks.race import Output, run_race
 from rich.console import Console
 from transformers import PreTrainedModel
 
 from benchmarks import ablation, exactness, fleet, serve
-from benchmarks.ablation import complete, figures_of
 from benchmarks.common import DataOptions, Options, attempt, read_options, run_main
 from benchmarks.engines import count_steps, engines_over, load_engine, load_model, params_for, plain, split_budget
-from benchmarks.limit import fewest_steps
-from benchmarks.processes.launch import RunFailedError
-from benchmarks.race import Output, run_race
 from lpr import Engine, InputError, SamplingParams
 from lpr.cli.generate import parse as parse_generate
 from lpr.engine.hooks import StepHooks

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.fleet import PLAIN, Case, attempt, budget, mesh, plan
+from benchmarks.processes.launch import ROOT, last_line
 
 import lpr
 from benchmarks import data as hub
 from benchmarks import fleet
 from benchmarks.data import load_prompts
-from benchmarks.fleet import PLAIN, Case, attempt, budget, mesh, plan
-from benchmarks.processes.launch import ROOT, last_line
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from tests.fakes.prompts import PROMPTS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-
 from benchmarks.limit import Cause, Phrases, StepEnds, fewest_steps
+
 from benchmarks.replay import FixedSizes, Task, replay_task
 from lpr.config import DecodeConfig
 from lpr.native import SuffixIndex

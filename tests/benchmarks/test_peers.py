@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.report.steps import peers_table
 
 from benchmarks.common import RESULTS, read_json
 from benchmarks.peers import arctic, lade, own, pia, process
@@ -21,7 +22,6 @@ from benchmarks.peers.process import PeerError, Process
 from benchmarks.peers.rounds import Outputs, Rounds, Task, row_of, software_of
 from benchmarks.peers.worker import cut
 from benchmarks.report.parts import markdown, renew
-from benchmarks.report.steps import peers_table
 from lpr import InputError
 
 FACTS = {"model": "m", "weights": "w", "data": "d.jsonl", "chat_template": True, "max_new_tokens": 4}

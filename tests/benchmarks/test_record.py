@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.limit import loops
+from benchmarks.peers.recorded import lookup_steps
+from benchmarks.record import Recorded, read_texts, save_texts
 
 import lpr
 from benchmarks import data_sets, real_model, record, replay
 from benchmarks.data import load_prompts
-from benchmarks.limit import loops
-from benchmarks.peers.recorded import lookup_steps
-from benchmarks.record import Recorded, read_texts, save_texts
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 
 

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.limit import Cause
 
 from benchmarks.common import RESULTS
-from benchmarks.limit import Cause
 from benchmarks.report.__main__ import main
 
 pytest.importorskip("matplotlib", reason="the pictures need matplotlib: pip install 'lpr[bench]'")
 
+from benchmarks.report.steps import SOURCES
 from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks.report import plots
 from benchmarks.report.page import SECTIONS, Report, Result
 from benchmarks.report.parts import Bars, Lines, failures
-from benchmarks.report.steps import SOURCES
 from lpr.core.tree import Source
 
 Json = dict[str, Any]

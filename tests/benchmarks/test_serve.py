@@ -9,15 +9,15 @@ import time
 
 import httpx
 import pytest
-
-from benchmarks import serve, soak
 from benchmarks.hostile.__main__ import main as program
-from benchmarks.hostile.attack import Attack, Plan
 from benchmarks.hostile.client import Client
-from benchmarks.hostile.livez import Livez, summary
-from benchmarks.hostile.neighbours import Case, Tally, ask, first_tokens
 from benchmarks.hostile.probes import PROBES
 from benchmarks.hostile.under_test import KEYS, at_rest, attacked
+
+from benchmarks import serve, soak
+from benchmarks.hostile.attack import Attack, Plan
+from benchmarks.hostile.livez import Livez, summary
+from benchmarks.hostile.neighbours import Case, Tally, ask, first_tokens
 from lpr import bundled_model
 from tests.fakes.fake_driver import served
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from benchmarks.report.parts import renew
 from benchmarks.report.servers import servers as tables_of
 from benchmarks.report.servers import summary
+from benchmarks.servers.process import Server, ServerEndedError, free_port, started
+
+from benchmarks.report.parts import renew
 from benchmarks.servers.__main__ import MARKS, Comparison, agreement, main
 from benchmarks.servers.configurations import CONFIGURATIONS, Places, command_of
-from benchmarks.servers.process import Server, ServerEndedError, free_port, started
 from lpr import InputError, bundled_model
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"

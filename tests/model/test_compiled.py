@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.kernel_counts import count, fake_replica
 from torch import nn
 from transformers import AutoConfig
 
-from benchmarks.kernel_counts import count, fake_replica
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.engine import prepare
 from lpr.model import parallel

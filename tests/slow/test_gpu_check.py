@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.processes.launch import RunFailedError
+from benchmarks.report.times import step_times
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks import gpu_check
 from benchmarks.gpu import bare, kernels, models, several
 from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu_check import Report
-from benchmarks.processes.launch import RunFailedError
-from benchmarks.report.times import step_times
 from lpr import bundled_model
 from lpr.core.step_times import StepTimes
 from lpr.model import loader

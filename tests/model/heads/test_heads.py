@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from dev.head_gain import TextGuesser
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from dev import families, gpu_texts
 from dev.family_table import FAMILIES
-from dev.head_gain import TextGuesser
 from dev.head_texts import KINDS, Text, keep_texts, kept_texts, read_texts, skeletons, write_texts
 from dev.train_head import asked_of, batches_of, commonest, first_tensors, outputs, save, train
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
