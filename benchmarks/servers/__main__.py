@@ -128,10 +128,8 @@ def figures(answers: Sequence[Answer], seconds: float) -> Json:
 
 def agreement(texts: Sequence[str], others: Sequence[str]) -> Json:
     """How many texts are equal, and the mean part of a text before the first difference."""
-    parts = [
-        len(commonprefix([text, other])) / max(len(text), len(other), 1)
-        for text, other in zip(texts, others, strict=True)
-    ]
+    pairs = [(text, other, len(commonprefix([text, other]))) for text, other in zip(texts, others, strict=True)]  # noqa: RUF071
+    parts = [begin / max(len(text), len(other), 1) for text, other, begin in pairs]
     equal = sum(text == other for text, other in zip(texts, others, strict=True))
     same = [1.0 if text == other else part for text, other, part in zip(texts, others, parts, strict=True)]
     return {"equal_texts": equal, "equal_part": round(statistics.mean(same), 3)}

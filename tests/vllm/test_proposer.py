@@ -582,9 +582,8 @@ def test_vllm_makes_proposers_as_it_does_here() -> None:
 )
 @pytest.mark.timeout(900)
 def test_the_real_server(tmp_path: Path) -> None:
-    from benchmarks.servers.acceptance import acceptance, counts_of
-    from benchmarks.servers.process import free_port, started
-
+    from benchmarks.processes.services import free_port, started
+    from benchmarks.servers.client import acceptance, counts_of
     from benchmarks.servers.configurations import Places, command_of
 
     folder = Path(os.environ["LPR_VLLM_MODEL"])
