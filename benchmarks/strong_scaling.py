@@ -2,9 +2,8 @@
 
     python -m benchmarks.strong_scaling --data classeval.jsonl --output benchmarks/results/strong_scaling.json
 
-Steps are counted in one process (benchmarks/engines.py), not timed; benchmarks.fleet measures time with real ranks. A
-rank's budget is split between the Jacobi window and the trie with its recycled candidates; all of it grows with the
-ranks.
+Steps are counted in one process (benchmarks/engines.py), not timed. A rank's budget is split between the Jacobi window
+and the trie with its recycled candidates; all of it grows with the ranks.
 """
 
 from __future__ import annotations
