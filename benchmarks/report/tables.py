@@ -258,7 +258,11 @@ def summary(facts: Json) -> list[Table]:
             cells = {place: f"{found:.2f}x" for place, runs in by_place.items() if (found := ratio(runs)) is not None}
             rows = [[name, *(cells.get((name, column), "") for column in columns)] for name in names]
             if cells:
-                made.append(Table(f"{dtype}, {facts['cpu']}, beside {others}: {title}", ["", *columns], rows))
+                made.append(
+                    Table(
+                        f"{dtype}, {facts.get('cpu', 'this machine')}, beside {others}: {title}", ["", *columns], rows
+                    )
+                )
     return made
 
 
@@ -282,7 +286,8 @@ class Section:
 
     def command(self, name: str) -> str:
         """The command that makes the result."""
-        return " ".join(["python -m", f"benchmarks.{name}", self.options, f"--output benchmarks/results/{name}.json"])
+        words = ["python -m", f"benchmarks.{name}", self.options, f"--output benchmarks/results/{name}.json"]
+        return " ".join(filter(None, words))
 
 
 SECTIONS = {
