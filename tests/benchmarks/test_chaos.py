@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from benchmarks import chaos
-from benchmarks.chaos_streams import Clients, Output, bodies, pauses
+from benchmarks.chaos import Clients, Output, bodies, pauses
 from benchmarks.processes.leaks import Traces
 
 

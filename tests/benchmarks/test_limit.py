@@ -1,4 +1,4 @@
-"""The limit of copying phrases, and why steps end (benchmarks.limit)."""
+"""The limit of copying phrases (benchmarks.replay)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.limit import Cause, Phrases, StepEnds, fewest_steps
-from benchmarks.replay import FixedSizes, Task, replay_task
+from benchmarks.replay import FixedSizes, Phrases, Task, fewest_steps, replay_task
 from lpr.config import DecodeConfig
 from lpr.native import SuffixIndex
 
@@ -53,38 +52,3 @@ def test_no_draft_does_better_on_plain_text() -> None:
     replay_task(Task(text[:100], text[100:]), sizes)
     tally = sizes.tally
     assert tally.fewest_steps <= tally.num_steps < len(text) - 100
-    assert sum(sizes.ends.counts.values()) in (tally.num_steps, tally.num_steps - 1)
-
-
-def test_why_a_step_ended() -> None:
-    ends = StepEnds()
-    ends.begin([1, 2, 3, 1])
-    ends.end(0, 1, 2)
-    ends.end(2, 2, 9, candidates=[8, 9])
-    ends.end(0, 5, 2)
-    ends.end(1, 2, 1)
-    ends.end(1, 2, 9)
-    assert ends.counts == {
-        (Cause.FOLLOWED, True): 1,
-        (Cause.CANDIDATE, False): 1,
-        (Cause.LAST_IS_NEW, True): 1,
-        (Cause.ELSEWHERE, False): 1,
-        (Cause.NEW, False): 1,
-    }
-    ends.read([9, 4])  # the text goes on: 1, then 9, then 4
-    ends.end(0, 1, 9)
-    ends.end(0, 4, 1)
-    assert ends.counts[Cause.FOLLOWED, True] == 2 and ends.counts[Cause.LAST_IS_NEW, True] == 2
-    ends.begin([4, 4])
-    ends.end(0, 1, 9)
-    assert ends.counts[Cause.LAST_IS_NEW, True] == 3, "another request knows nothing of it"
-    assert sum(row["steps"] for row in ends.rows(10)) == 8 and ends.rows(10)[0]["share"] == 0.2
-
-
-def test_texts_that_all_requests_know() -> None:
-    ends = StepEnds([[1, 2], [3]])
-    for _ in range(2):
-        ends.begin([5])
-        ends.end(0, 1, 2)
-        ends.end(0, 2, 3)
-    assert ends.counts == {(Cause.FOLLOWED, True): 2, (Cause.LAST_IS_NEW, True): 2}

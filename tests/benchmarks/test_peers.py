@@ -21,7 +21,7 @@ from benchmarks.peers.process import PeerError, Process
 from benchmarks.peers.rounds import Outputs, Rounds, Task, row_of, software_of
 from benchmarks.peers.worker import cut
 from benchmarks.report.parts import markdown, renew
-from benchmarks.report.steps import peers_table
+from benchmarks.report.tables import peers_table
 from lpr import InputError
 
 FACTS = {"model": "m", "weights": "w", "data": "d.jsonl", "chat_template": True, "max_new_tokens": 4}
@@ -38,7 +38,7 @@ TASK = Task(prompts=[[4, 5], [6]], max_new_tokens=4, stop_ids=[0], separators=[9
         (["run", "--work", "here", "--only", "lpr", "--variants", "quick"], "no such variant: 'quick'"),
         (["run", "--work", "here", "--only", "lpr"], "run needs --model"),
         (["run", "--work", "here", "--only", "lpr", "--model", "m", "--data", "d"], "m is no model folder"),
-        (["time", "--work", "here", "--only", "lpr", "--model", "m", "--data", "d", "--prompts", "0"], "nothing to"),
+        (["run", "--work", "here", "--only", "lpr", "--model", "m", "--data", "d", "--prompts", "0"], "nothing to"),
         (["table", "--output", "missing.json"], "cannot read missing.json"),
         (["guess"], "guess"),
     ],
@@ -53,14 +53,13 @@ def test_bad_input_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_every_peer_is_pinned_and_says_what_is_done_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["changes"]) == 0
-    said = capsys.readouterr().out
+def test_every_peer_is_pinned_and_says_what_is_done_otherwise() -> None:
+    said = Path(own.__file__).with_name("README.md").read_text(encoding="utf-8")
     for peer in PEERS.values():
         assert peer.variants and peer.why
         if peer.repository:
             assert re.fullmatch("[0-9a-f]{40}", peer.commit) and peer.requirements
-            assert all(f"{peer.name}: {change}\n" in said for change in peer.changes) and peer.changes
+            assert f"## {peer.name}: {peer.repository}, commit {peer.commit}\n\n* " in said
 
 
 def test_a_checkout_must_be_the_peers(tmp_path: Path) -> None:
@@ -223,9 +222,10 @@ def test_the_table_has_a_line_per_variant() -> None:
 
 
 def test_entries_are_renewed_one_by_one(tmp_path: Path) -> None:
-    rows = [{"peer": "a", "variant": "v", "value": 1}, {"peer": "b", "variant": "v", "value": 2}]
-    keep(rows, {"peer": "a", "variant": "v", "value": 3}, ("peer", "variant"))
-    keep(rows, {"peer": "a", "variant": "w", "value": 4}, ("peer", "variant"))
+    same = {"variant": "v", "temperature": 0.0}
+    rows = [{"peer": "a", **same, "value": 1}, {"peer": "b", **same, "value": 2}]
+    keep(rows, {"peer": "a", **same, "value": 3})
+    keep(rows, {"peer": "a", **same, "variant": "w", "value": 4})
     assert [row["value"] for row in rows] == [3, 2, 4]
     file = tmp_path / "peers.json"
     options = PeersOptions(output=str(file), what="run")
@@ -234,10 +234,17 @@ def test_entries_are_renewed_one_by_one(tmp_path: Path) -> None:
     assert len(found_before(options, FACTS)["rows"]) == 4
     with pytest.raises(InputError, match="is of another task"):
         found_before(options, {**FACTS, "weights": "others"})
-    options = replace(options, skip=68)
     with pytest.raises(InputError, match="'first_prompt': 60"):
-        found_before(options, FACTS)
-    assert found_before(replace(options, what="time"), FACTS)["first_prompt"] == 60, "other prompts can be timed"
+        found_before(replace(options, skip=68), FACTS)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"rows": []}'])
+def test_a_file_that_is_no_result_is_one_line(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "peers.json"
+    file.write_text(content)
+    assert main(["table", "--output", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert err == f"benchmarks.peers: {file} is no result of benchmarks.peers run\n"
 
 
 def test_the_page_says_what_was_measured(tmp_path: Path) -> None:

@@ -52,10 +52,6 @@ def test_known_outputs_and_learning_save_steps(traces, capsys):
     assert warm["tokens_per_step"] > learned["tokens_per_step"] > cold["tokens_per_step"]
 
 
-def test_a_history_fills_the_shared_trie(traces, capsys):
-    assert facts(capsys, "--traces", traces, "--last", 1, "--history-tokens", 5000)["num_warm_tokens"] == 5000
-
-
 def test_selection():
     pairs = [(str(i), "") for i in range(4)]
     assert replay.select(pairs, 2, None) == pairs[:2]

@@ -8,25 +8,20 @@ import re
 from collections.abc import Callable
 from html import unescape
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.limit import Cause
 from benchmarks.report.__main__ import main
 
 pytest.importorskip("matplotlib", reason="the pictures need matplotlib: pip install 'lpr[bench]'")
 
-from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks.report import plots
-from benchmarks.report.page import SECTIONS, Report, Result
+from benchmarks.report.page import SECTIONS, Report
 from benchmarks.report.parts import Bars, Lines, failures
-from benchmarks.report.steps import SOURCES
-from lpr.core.tree import Source
 
 Json = dict[str, Any]
 CIRCUMSTANCES = {
@@ -36,54 +31,32 @@ CIRCUMSTANCES = {
 RANKS = {1: 2.0, 2: 2.5, 4: 3.0, 8: 3.5}
 
 
-def timed(name: str, **more: Any) -> Json:
-    return {"name": name, "tokens_per_second": 40.0, "over_plain": 1.5, "tokens_per_step": 3.0, "nodes_per_step": 9.0, **more}  # fmt: skip # noqa: E501
-
-
 def synthetic() -> dict[str, Json]:
-    """A small result of every benchmark with a picture, and of the peers."""
-    counts = [
-        {"source": source, "up_to_depth": depth, "drafted": 400 // depth, "accepted": 100 // depth}
-        for source in SOURCES for depth in (1, 2, 4, 8)
-    ]  # fmt: skip
-    parts = ("draft", "forward", "exchange", "accept, commit", "text", "step", "outside the forward", "host alone")
+    """A small result of every benchmark with a picture, and of others."""
+    load = {"dtype": "float32", "data": "d", "temperature": 0.0, "clients": 4, "prompts": 2, "pass": "cold"}
     found: dict[str, Json] = {
         "strong_scaling": {"data": "d.jsonl", "num_prompts": 3, "max_new_tokens": 16, "runs": [
             {"temperature": t, "budget_per_rank": 32, "num_ranks": n, "tokens_per_step": value, "nodes_per_step": 30.0,
              "nodes_of_largest_shard": 31.0, "evaluated_redundantly": 0.1, "payload_bytes_per_rank": 2048}
             for t in (0.0, 0.8) for n, value in RANKS.items()]},
-        "ablation": {"data": "d.jsonl", "num_prompts": 3, "runs": [
-            {"temperature": t, "kind": kind, "budget": budget, "tokens_per_step": 2.5, "num_steps": 100,
-             "by_depth": counts}
-            for t in (0.0, 0.8) for kind in ("window", "trie", "both") for budget in (32, 64)]},
-        "step": {"runs": [{"budget": budget, "temperature": 0.0, "device": "cpu", "threads": 1,
-                           "median_ms": dict.fromkeys(parts, 0.5)} for budget in (1, 64)]},
         "decode": {"data": "d.jsonl", "num_prompts": 3, "max_new_tokens": 16, "device": "cpu", "dtype": "torch.float32",
                    "results": [{"name": name, "median_seconds": 1.0, "speedup_over_transformers": 1.25,
                                 "speedup_over_autoregressive": 1.5, "tokens_per_step": None,
                                 "prompts_with_other_tokens": 0} for name in ("transformers greedy", "lpr auto")]},
-        "adaptive": {"races": [{"data": "d", "temperature": 0.0, "best_fixed": "trie 8", "auto_over_best_fixed": 1.01,
-                                "results": [timed("plain"), timed("auto"), timed("trie 8")]}],
-                     "traps": [{"case": "noise", "results": [timed("plain"), timed("auto", over_plain=0.99)]}]},
         "replay": {"note": "a remark", "runs": [
             {"traces": "t.jsonl", "warm": warm, "num_warm_tokens": tokens, "tokens_per_step": 4.5, "budget": 64,
              "num_tasks": 2, "drafted_per_step": 60.0, "draft_ms_per_step": 0.2, "draft_ms_p99": 0.4,
-             "limit_tokens_per_step": 9.0, "share_of_limit": 0.5, "ends": [
-                 {"cause": cause.value, "at": at, "steps": 3, "share": 0.1}
-                 for at in ("root", "deeper") for cause in Cause]}
-            for warm, tokens in ((None, 0), ("t.jsonl", 9), (None, 1000000))]},
-        "data_sets": {"recorded": {}, "runs": [
-            {"data": name, "temperature": t, "budget": budget, "looping_outputs": 0.25, "tokens_per_step": 5.25,
-             "limit_tokens_per_step": 9.25, "share_of_limit": 0.568,
-             "without_loops": {"tokens_per_step": 3.75, "limit_tokens_per_step": 6.5, "share_of_limit": 0.577}}
-            for name in ("a", "b") for t in (0.0, 0.8) for budget in (8, 64)], "peers": [
-                {"data": "a", "temperature": t, "peer": "p", "tokens_per_step": 7.125,
-                 "without_loops": {"tokens_per_step": 6.625}} for t in (0.0, 0.8)]},
+             "limit_tokens_per_step": 9.25, "share_of_limit": 0.5}
+            for warm, tokens in ((None, 0), ("t.jsonl", 9))]},
+        "servers": {"model": "m", "max_new_tokens": 8, "runs": [
+            {**load, "name": name, "tokens_per_second": speed, "first_token_ms": first}
+            for name, speed, first in (("lpr", 30.0, 20.0), ("vllm-plain", 20.0, 40.0), ("llama-plain", 10.0, 25.0))]},
         "gpu_check": {
             "t": {"nodes": [1, 2, 4], "rows": [{"batch": 1, "kv": 256, "ms": [3.0, 3.1, 3.5]}]}, "sections": {
                 "exact": {"dtype": "torch.bfloat16", "usual": {"window": {
                     "outputs_that_differ": 5, "prompts": 8, "logits_that_differ": 711, "logits_compared": 763}}},
                 "end_to_end": {"lpr auto": {"tokens_per_s": 7748.4, "tokens_per_step": 7.73}, "seconds": 2.0}}},
+        "chaos": {"kills": 17, "leaks": {"ports": 0}},
     }  # fmt: skip
     return {name: {"benchmark": name, **facts, **CIRCUMSTANCES} for name, facts in found.items()}
 
@@ -108,16 +81,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
     """A report of some results, its pictures left out."""
-    monkeypatch.setattr("benchmarks.report.page.png", lambda panels, theme: b"")
-    return lambda **results: Report([Result(f"{name}.json", facts) for name, facts in results.items()])
+    monkeypatch.setattr("benchmarks.report.page.png", lambda panels: b"")
+    return lambda **results: Report({f"{name}.json": facts for name, facts in results.items()})
 
 
 def text_of(html: str) -> str:
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
-
-
-def test_every_source_of_nodes_has_a_name() -> None:
-    assert set(SOURCES) == {source.name.lower() for source in Source} - {"root"}
 
 
 def test_every_section_is_there_with_its_numbers(made: Path) -> None:
@@ -126,8 +95,7 @@ def test_every_section_is_there_with_its_numbers(made: Path) -> None:
         assert f'<section id="{name}">' in html and f'href="#{name}"' in html
     text = text_of(html)
     assert "cannot be shown" not in text and "failed" not in text
-    numbers = "1.75x", "1.4x to 1.5x", "25.0%", "1.01x", "0.990x", "3.50", "4.50", "9.25", "3.75", "7.12 (6.62)"
-    for number in (*numbers, "711 of 763", "7748", "7.73"):
+    for number in ("1.75x", "3.50", "4.50", "9.25", "1.25x", "711 of 763", "7748", "7.73", "1.50x", "0.80x"):
         assert number in text, number
     for fact in ("abc1234", "2031-02-03 04:05 UTC", "Frobnicator 9", "3 x Quux", "python -m benchmarks.made --up"):
         assert text.count(fact) >= 2 * len(synthetic()), f"{fact}: below the pictures and in the table of files"
@@ -142,23 +110,13 @@ def test_the_page_needs_nothing_but_itself(made: Path) -> None:
 
 def test_pictures_are_valid_and_the_same_as_in_the_page(made: Path) -> None:
     files = sorted(made.glob("*.png"))
-    assert len(files) >= 2 * len(synthetic())
+    assert len(files) == 5
     html = (made / "index.html").read_text()
     for file in files:
         with Image.open(io.BytesIO(file.read_bytes())) as picture:
             picture.load()
             assert picture.format == "PNG" and len(picture.convert("L").getcolors()) > 8
     assert html.count("data:image/png") == len(files)
-
-
-def test_held_out_prompts_are_shown_beside_their_limit(report: Callable[..., Report]) -> None:
-    result = synthetic()["ablation"]
-    figures = {"limit_tokens_per_step": 8.4, "share_of_limit": 0.777, "looping_outputs": 0.25}
-    result["runs"] = [{**run, **figures} for run in result["runs"] if run["kind"] == "trie"]
-    made = report(ablation=result)
-    assert not any("ablation" in note for note in made.notes), "it may lack the window"
-    text = text_of(made.html("in"))
-    assert "relative to the limit of longest phrases" in text and "8.40 77.7% 25%" in text
 
 
 def test_missing_results_are_named_with_their_command(report: Callable[..., Report]) -> None:
@@ -171,30 +129,18 @@ def test_missing_results_are_named_with_their_command(report: Callable[..., Repo
 
 
 def test_commands_name_programs_that_exist() -> None:
-    assert not {name for name, each in SECTIONS.items() if find_spec(each.program or f"benchmarks.{name}") is None}
-
-
-def test_a_head_is_shown_with_the_depths_that_it_reaches(report: Callable[..., Report]) -> None:
-    def run(heads: str, per_step: float, **accepted: int) -> dict[str, Any]:
-        depths = [{"source": source, "up_to_depth": 2, "accepted": count} for source, count in accepted.items()]
-        case = {"data": "prose", "temperature": 0.8, "budget": 64, "heads": heads}
-        return {**case, "tokens_per_step": per_step, "by_depth": depths}
-
-    runs = [run("off", 1.65, trie=40), run("on", 2.49, head=522, trie=9, pool=1)]
-    made = report(heads={"benchmark": "heads", "model": "m", "runs": runs, **CIRCUMSTANCES})
-    text = text_of(made.html("in"))
-    assert "prose 1.65 / 2.49" in text and "the head 522" in text and "the text 10" in text
+    assert not {name for name in SECTIONS if find_spec(f"benchmarks.{name}") is None}
 
 
 def test_failed_entries_are_shown_as_failed_beside_the_others(report: Callable[..., Report]) -> None:
     results = synthetic()
     results["decode"]["results"].append({"name": "lpr trie 16", "failed": "OutOfMemoryError: <no> room"})
-    results["step"] = {"benchmark": "step", "failed": "killed after 600 s", **CIRCUMSTANCES}
+    results["host"] = {"benchmark": "host", "failed": "killed after 600 s", **CIRCUMSTANCES}
     for run in results["strong_scaling"]["runs"]:
         run["failed"] = "a rank was lost"
     made = report(**results)
     assert "failed: decode.json, lpr trie 16: OutOfMemoryError: <no> room" in made.notes
-    assert "failed: step.json: killed after 600 s" in made.notes
+    assert "failed: host.json: killed after 600 s" in made.notes
     html = made.html("in")
     assert "<no>" not in html and "OutOfMemoryError: &lt;no&gt; room" in html
     assert "lpr auto" in html and "killed after 600 s" in html
@@ -209,9 +155,9 @@ def test_failures_are_found_at_any_depth() -> None:
 
 def test_a_result_of_an_older_form_is_named_with_its_own_command(report: Callable[..., Report]) -> None:
     results = synthetic()
-    for run in results["ablation"]["runs"]:
-        del run["by_depth"]
-    note = "ablation.json cannot be shown: it lacks 'by_depth'; it is made by: python -m benchmarks.made --up"
+    for run in results["replay"]["runs"]:
+        del run["budget"]
+    note = "replay.json cannot be shown: it lacks 'budget'; it is made by: python -m benchmarks.made --up"
     assert note in report(**results).notes
 
 
@@ -231,23 +177,12 @@ def test_pictures_of_two_results_of_one_benchmark_have_names_of_their_own(report
     again = synthetic()["strong_scaling"]
     again["runs"] = [{**run, "tokens_per_step": run["tokens_per_step"] + 1} for run in again["runs"]]
     names = set(report(strong_scaling=synthetic()["strong_scaling"], strong_scaling_gpu=again).pictures)
-    assert {"strong_scaling_0.png", "strong_scaling_gpu_0.png", "strong_scaling_1-dark.png"} <= names
-
-
-def test_labels_at_the_ends_of_lines_do_not_overlap() -> None:
-    figure = Figure(figsize=(4, 3))
-    axes = figure.subplots()
-    axes.set(xlim=(0, 1), ylim=(0, 10))
-    plots.end_labels(axes, [(1, 5.0, "a", "k"), (1, 5.1, "b", "k"), (1, 5.0, "c", "k")])
-    figure.draw_without_rendering()
-    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
-    assert all(low.y1 <= high.y0 for low, high in pairwise(boxes))
+    assert {"strong_scaling_0.png", "strong_scaling_gpu_0.png"} <= names
 
 
 def test_the_same_panels_give_the_same_bytes() -> None:
-    panels = [Lines("l", "x", "y", {"a": [(1, 2.0), (2, 3.0)], "none": []}), Bars("b", "x", [("n", 1.5, "1.5")], "n")]
-    pictures = {plots.png(panels, theme) for theme in (plots.LIGHT, plots.DARK, plots.LIGHT)}
-    assert len(pictures) == 2
+    panels = [Lines("l", "x", "y", {"a": [(1, 2.0), (2, 3.0)], "none": []}), Bars("b", "x", [("n", 1.5, "1.5")])]
+    assert plots.png(panels) == plots.png(panels) != plots.png(panels[:1])
 
 
 @pytest.mark.parametrize(
@@ -272,7 +207,7 @@ def test_bad_input_is_one_line(
 def test_an_output_that_cannot_be_written_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.report.page.png", lambda panels, theme: b"")
+    monkeypatch.setattr("benchmarks.report.page.png", lambda panels: b"")
     (tmp_path / "out").write_text("a file")
     assert main(["--results", str(write(tmp_path / "in", synthetic())), "--output", str(tmp_path / "out")]) == 2
     assert "cannot write to" in capsys.readouterr().err.splitlines()[-1]

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.processes.services import Server, ServerEndedError, free_port, started
 from benchmarks.report.parts import renew
-from benchmarks.report.servers import servers as tables_of
-from benchmarks.report.servers import summary
-from benchmarks.servers.__main__ import MARKS, Comparison, agreement, main
+from benchmarks.report.tables import summary
+from benchmarks.servers.__main__ import MARKS, agreement, main
 from benchmarks.servers.configurations import CONFIGURATIONS, Places, command_of
-from benchmarks.servers.process import Server, ServerEndedError, free_port, started
 from lpr import InputError, bundled_model
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -103,18 +102,16 @@ def test_each_load_is_put_to_every_server_in_turn(model: Path, data: Path, tmp_p
     assert equal == {"lpr-plain": None, "lpr": 3, "vllm-plain": 0}
     firsts = [run["name"] for run in runs[::6]]
     assert len(set(firsts)) == 3, "another server begins each load"
-    beside, *tables = [part.table for part in tables_of(found)]
-    ours, theirs = (
-        {each["name"]: each for each in runs if each["case"] == runs[0]["case"]}[name] for name in ("lpr", "vllm-plain")
-    )
-    assert beside.rows[0][1:3] == [f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}x", "vllm-plain"]
-    assert next(iter(tables[0].columns)) == "load" and set(tables[0].columns[1:]) == {"lpr-plain", "lpr", "vllm-plain"}
-    assert tables[0].rows[0][0] == "set, greedy, 1 client, 3 prompts, cold"
-    fastest, _, over_plain, plain = short = summary(found)
+    fastest, first, over_plain, plain = short = summary(found)
     assert fastest.columns == ["", "1 client, cold", "1 client, warm", "2 clients, cold", "2 clients, warm"]
     assert [row[0] for row in fastest.rows] == ["set, greedy", "set, temperature 0.8"]
     assert fastest.title.startswith("float32, ") and "beside vllm-plain: tokens per second" in fastest.title
     by_load = {(run["temperature"], run["clients"], run["pass"], run["name"]): run["tokens_per_second"] for run in runs}
+    (ours,), (theirs,) = (
+        [run["first_token_ms"] for run in runs if run["name"] == name and run["case"] == runs[0]["case"]]
+        for name in ("lpr", "vllm-plain")
+    )
+    assert first.rows[0][1] == f"{ours / theirs:.2f}x"
     for table, over, under in ((fastest, "lpr", "vllm-plain"), (over_plain, "lpr", "lpr-plain")):
         assert table.rows[1][3] == f"{by_load[0.8, 2, 'cold', over] / by_load[0.8, 2, 'cold', under]:.2f}x"
     assert plain.rows[0][2] == f"{by_load[0, 1, 'warm', 'lpr-plain'] / by_load[0, 1, 'warm', 'vllm-plain']:.2f}x"
@@ -129,25 +126,6 @@ def test_prompts_are_asked_once_where_that_is_asked_for(model: Path, data: Path,
     with fake() as one:
         assert run(model, data, output, "--urls", f"lpr={one}", "--passes", "cold") == 0
     assert {run["pass"] for run in json.loads(output.read_text())["runs"]} == {"cold"}
-
-
-def test_servers_take_turns_within_a_load(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output, asked, ask = tmp_path / "servers.json", [], Comparison._ask
-
-    def noted(self: Any, name: str, case: Any, prompts: Any) -> Any:
-        asked.append((name, len(prompts)))
-        return ask(self, name, case, prompts)
-
-    monkeypatch.setattr(Comparison, "_ask", noted)
-    with fake() as one, fake() as two:
-        urls = ["--urls", f"lpr-plain={one}", f"lpr={two}", "--portion", "2", "--passes", "cold"]
-        assert run(model, data, output, *urls, "--temperatures", "0", "--clients", "1") == 0
-    assert asked == [("lpr-plain", 2), ("lpr", 2), ("lpr", 1), ("lpr-plain", 1)]
-    runs = json.loads(output.read_text())["runs"]
-    assert [(each["tokens"], each["prompts"]) for each in runs] == [(24, 3), (24, 3)]
-    assert all(len(each["tokens_per_second_of_portions"]) == 2 for each in runs) and runs[1]["equal_texts"] == 3
 
 
 def test_a_server_that_fails_is_a_row_that_says_so(model: Path, data: Path, tmp_path: Path) -> None:
@@ -171,10 +149,10 @@ def test_a_server_that_ends_or_never_gets_ready(tmp_path: Path) -> None:
     ):
         log = tmp_path / "log"
         command = [sys.executable, "-u", "-c", words]
-        begun = started("x", "vllm", command, {}, free_port(), log, seconds)
+        begun = started("x", command, {}, free_port(), "/health", log, seconds)
         with pytest.raises(ServerEndedError, match=message), begun:
             pass
-    begun = started("x", "vllm", [str(tmp_path / "none")], {}, 1, tmp_path / "log", 1.0)
+    begun = started("x", [str(tmp_path / "none")], {}, 1, "/health", tmp_path / "log", 1.0)
     with pytest.raises(InputError, match="cannot start"), begun:
         pass
 
@@ -183,7 +161,7 @@ def test_a_ready_server_is_stopped(tmp_path: Path) -> None:
     port = free_port()
     (tmp_path / "health").write_text("ok")
     command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "-d", str(tmp_path)]
-    with started("x", "llama", command, {}, port, tmp_path / "log", 30.0) as server:
+    with started("x", command, {}, port, "/health", tmp_path / "log", 30.0) as server:
         assert isinstance(server, Server) and server.ready_seconds is not None
         server.check()
     with pytest.raises(ServerEndedError, match="ended with code"):

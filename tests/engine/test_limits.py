@@ -14,9 +14,8 @@ from lpr.core.step_times import KNOTS, StepTimes
 from lpr.engine.limits import SHORTEST_CHUNK, Limits, Targets
 from lpr.engine.scheduler import Scheduler, rooms
 from lpr.engine.waiting import MOST_OVERTAKEN, Waiting
-from lpr.planner.simulated.costs import Point, StepCosts
-from lpr.planner.simulated.mesh import PoissonArrivals, SimRequest, simulate_mesh
 from tests.fakes.models import tiny_model
+from tests.fakes.sim_requests import SimRequest, serve_on_one_rank
 
 TIMES = StepTimes({(1, 256): [2.0 + 0.05 * n for n in KNOTS]})
 """A step takes 2 ms, and 0.05 ms for each token."""
@@ -160,11 +159,14 @@ def test_pieces_are_shorter_far_into_a_long_prompt() -> None:
 def goodput(scheduler: Scheduler[SimRequest], seed: int = 1) -> tuple[float, int]:
     """Requests within both targets, as a part, of those that come in bursts faster than a mesh can serve them."""
     dice = random.Random(seed)
-    arrivals = PoissonArrivals(38.0, 260, lambda now: request(now, prompt=dice.choice((40, 400))), dice)
-    costs = StepCosts(TIMES, {(0.0, 1, 1): Point(1.0, 1.0)}, dice)
-    done = simulate_mesh(arrivals, costs, scheduler)
+    arrivals, now = [], 0.0
+    for _ in range(260):
+        arrivals.append(request(now, prompt=dice.choice((40, 400))))
+        now += dice.expovariate(38.0)
+    serve_on_one_rank(arrivals, TIMES, scheduler)
+    done = [each for each in arrivals if each.num_left == 0]
     good = [each for each in done if 1e3 * each.first_seconds <= FIRST_MS and 1e3 * each.token_seconds <= TOKEN_MS]
-    return len(good) / len(done), len(done)
+    return len(good) / len(arrivals), len(done)
 
 
 def test_targets_raise_goodput() -> None:

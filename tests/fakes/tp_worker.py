@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lpr.cli.generate
-from benchmarks.exactness import PLAIN, SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import ProcessComm
 from lpr.dist.errors import CommError
@@ -35,6 +34,7 @@ from lpr.model.packing import pack_projections
 from lpr.model.parallel import TensorParallel, local_shapes
 from lpr.model.split_layers import local
 from tests.fakes.altered_gather import change_sent
+from tests.fakes.compared import PLAIN, SHAPES, Group, Worlds
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]
 PARAMS = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(2) for _ in PROMPTS]

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from benchmarks.kernel_counts import fake_replica
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.engine import prepare
 from lpr.model import parallel
@@ -37,6 +36,7 @@ from lpr.planner.facts import facts_of, resolve
 from lpr.planner.footprint import tp_traffic
 from lpr.planner.launches import step_launches
 from tests.fakes import attention_reference
+from tests.fakes.kernel_counts import fake_replica
 from tests.fakes.models import tiny_model
 from tests.fakes.paths import ROOT
 from tests.fakes.pretend_gpu import guard
@@ -293,7 +293,7 @@ def small(**sizes: int) -> Any:
 
 def test_the_planner_knows_the_counted_launches() -> None:
     """Of 7B, 34B and 70B on one to eight ranks, as the program wrote them; a step of 7B on one rank has few."""
-    path = ROOT / "benchmarks" / "results" / "kernel_counts.json"
+    path = ROOT / "benchmarks" / "results" / "answered" / "kernel_counts.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     assert {(row["model"], row["tp"], row["entries"]) for row in rows} == set(
         itertools.product(("llama-2-7b", "codellama-34b", "llama-2-70b"), (1, 2, 4, 8), (1, 64))

@@ -293,7 +293,6 @@ def test_models_by_folder_file_and_toml(tmp_path: Path, capsys: pytest.CaptureFi
         (["--model", "llama-2-7b", "--context", "1"], "--context 1 leaves no room"),
         (["--model", "llama-2-7b", "--context", "8192"], "--context 8192 exceeds the 4096 positions"),
         (["--model", "llama-2-7b", "--window-size", "-1"], "window_size=-1 must be int >= 0"),
-        (["--model", "llama-2-7b", "--rate", "1"], "--rate needs --service FILE"),
         (["--model", "missing.toml"], "cannot read missing.toml: No such file"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.kernel_counts import count
+from tests.fakes.kernel_counts import count
 from lpr.model.compiled import CompiledForward
 from lpr.model.inputs import Row
 from lpr.model.paged_cache import PagedCache

@@ -581,9 +581,9 @@ def test_vllm_takes_lists_of_several_lengths() -> None:
 )
 @pytest.mark.timeout(900)
 def test_the_real_server(tmp_path: Path) -> None:
-    from benchmarks.servers.acceptance import acceptance, counts_of
+    from benchmarks.processes.services import free_port, started
+    from benchmarks.servers.client import acceptance, counts_of
     from benchmarks.servers.configurations import Places, command_of
-    from benchmarks.servers.process import free_port, started
 
     folder = Path(os.environ["LPR_VLLM_MODEL"])
     prompts = [f"def f{n}(a, b):\n    return a + b\n\n\ndef g{n}(a, b):\n    return" for n in range(8)]

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 import lpr.model.adapter
 import lpr.model.self_check
-from benchmarks.exactness import SHAPES, Group, Worlds
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.dist.comm import Comm
 from lpr.engine.exchange import DesyncError
@@ -26,6 +25,7 @@ from lpr.model.kernels import hook
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
+from tests.fakes.compared import SHAPES, Group, Worlds
 from tests.fakes.models import tiny_model
 from tests.fakes.worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 

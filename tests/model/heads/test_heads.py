@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from dev import families, gpu_texts
 from dev.family_table import FAMILIES
-from dev.head_gain import TextGuesser
 from dev.head_texts import KINDS, Text, keep_texts, kept_texts, read_texts, skeletons, write_texts
 from dev.train_head import asked_of, batches_of, commonest, first_tensors, outputs, save, train
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
@@ -425,21 +424,6 @@ def test_skeletons_of_classes_have_docstrings_for_bodies(tmp_path: Path) -> None
     (text,) = skeletons(tmp_path)
     assert text.startswith('class A(dict):\n    """Known."""\n') and "def g(self, key, n=1):" in text
     assert "SECRET" not in text and "x = 1" not in text
-
-
-def test_a_replay_guesses_as_an_engine_does(loaded: Loaded, guessed: list[tuple[Chain, HeadDraft]]) -> None:
-    engine = Engine(loaded, DECODE)
-    guessed.clear()
-    request, params = engine.generate(PROMPTS[1:2], PARAMS[1:2])[0], PARAMS[1]
-    ids, in_engine = torch.tensor(PROMPTS[1] + request.token_ids), [each for each in guessed if each[0].params]
-    with torch.no_grad():
-        states = loaded.model.get_decoder()(input_ids=ids[None]).last_hidden_state[0]
-    text = Text(ids, len(PROMPTS[1]), states, params.temperature, params.seed)
-    drafts = TextGuesser(loaded.model, copy.deepcopy(loaded.head)).after(text)  # type: ignore[arg-type]
-    places = [chain.row.num_cached + len(chain.tokens) - text.num_prompt for chain, _ in in_engine]
-    assert len(places) > 5
-    for place, (_, draft) in zip(places, in_engine, strict=True):
-        assert (drafts[place].tokens, drafts[place].parents) == (draft.tokens, draft.parents)
 
 
 def test_tokens_by_chance_stand_for_all_the_rest(loaded: Loaded) -> None:

@@ -460,7 +460,7 @@ ROUTES = {
 REASONS = {
     "/v1/chat/completions": '"finish_reason":"abort"',
     "/v1/responses": '"status":"incomplete"',
-    "/v1/messages": '"stop_reason":"end_turn"',
+    "/v1/messages": '"error":{"type":"api_error","message":"the request was cancelled"}',
 }
 """What an answer says whose request was deleted."""
 
@@ -486,6 +486,34 @@ def test_a_client_that_goes_ends_its_request_on_every_route(service, path, strea
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_anthropic_raises_for_a_deleted_request_and_does_not_ask_again(service, stream):
+    service.driver.hold = True
+    begin, failures = len(service.driver.submitted), []
+
+    def ask():
+        client = anthropic.Anthropic(base_url=service.url, api_key="none", timeout=20, max_retries=2)
+        how = {"model": "fake", "max_tokens": 50, "messages": USER, "extra_headers": {"X-Request-Id": "again"}}
+        try:
+            if stream:
+                with client.messages.stream(**how) as events:
+                    events.get_final_message()
+            else:
+                client.messages.create(**how)
+        except anthropic.APIStatusError as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        wait_for(lambda: service.client.delete("/v1/requests/again").status_code == 200)
+        thread.join(20)
+        assert [failure.body["error"]["type"] for failure in failures] == ["api_error"]
+        assert len(service.driver.submitted) == begin + 1
+    finally:
+        service.driver.hold = False
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
 def test_delete_ends_a_request_of_every_route_with_what_it_has(service, path, stream):
     service.driver.hold = True
@@ -500,8 +528,9 @@ def test_delete_ends_a_request_of_every_route_with_what_it_has(service, path, st
     try:
         wait_for(lambda: service.client.delete("/v1/requests/mine").status_code == 200)
         thread.join(20)
-        assert answers[0].status_code == 200, answers[0].text
-        assert REASONS[path] in answers[0].text
+        has_no_reason = path == "/v1/messages" and not stream
+        assert answers[0].status_code == (499 if has_no_reason else 200), answers[0].text
+        assert REASONS[path] in answers[0].text and "end_turn" not in answers[0].text
         wait_for(lambda: not service.front.context.open)
     finally:
         service.driver.hold = False

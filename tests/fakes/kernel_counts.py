@@ -1,14 +1,9 @@
 """Kernels that a step launches on a GPU, counted without one: operators one by one, packed, and compiled by inductor.
 
-    python -m benchmarks.kernel_counts --model llama-2-7b --nodes 1 64
-    python -m benchmarks.kernel_counts --model codellama-34b llama-2-70b --tp 1 2 4 8 --layers 1 3
-
 The model has its real shape and no weights (fake tensors on "cuda"), and inductor generates code for a GPU, which is
 read and not run. A launch is a Triton kernel, a matrix product or an operator; tree attention counts two where it
-splits the keys. cuBLAS may split a product into two launches, which is not counted.
-
-With --tp it is rank 0's part of the model, split by transformers' own code in a world whose collectives do nothing; a
-collective is a launch. All layers are alike: two numbers of --layers tell the launches of the whole model.
+splits the keys. cuBLAS may split a product into two launches, which is not counted. With `tp` it is rank 0's part of
+the model, split by transformers' own code in a world whose collectives do nothing; a collective is a launch.
 """
 
 from __future__ import annotations
@@ -16,22 +11,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import re
-import sys
-import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
-from itertools import product
-from operator import getitem
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -39,14 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from benchmarks.common import RESULTS, Options, run_main
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.packing import pack_projections
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.split_layers import generic_name, make_plain, vocabulary_head
 from lpr.model.static_inputs import StaticShape
-from lpr.planner.facts import config_from, read_preset
 
 GPU = torch.device("cuda", 0)
 H100 = types.SimpleNamespace(
@@ -283,66 +268,3 @@ def _count_code(code: str, splits: int) -> dict[str, Any]:
         "other_operators": others - collectives,
         "largest_copies": len(re.findall(r"triton_poi_fused_copy\w*\.run\(", calls)),
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelCountsOptions(Options):
-    """Kernels of a step, counted without a GPU."""
-
-    model: tuple[str, ...] = ("llama-2-7b",)
-    """Presets of lpr.plan."""
-    tp: tuple[int, ...] = (1,)
-    """Ranks of a replica."""
-    layers: tuple[int, ...] = ()
-    """Use only the first N layers; of two numbers the launches of all layers follow."""
-    nodes: tuple[int, ...] = (1, 64)
-    """Numbers of nodes."""
-    kv: int = 1024
-    """Cached tokens."""
-    output: str | None = str(RESULTS / "kernel_counts.json")
-    """File to write the result to."""
-
-
-def measure(options: KernelCountsOptions, console: Console) -> dict[str, Any]:
-    """Count every model, number of ranks and number of nodes."""
-    sys.path.append(str(RESULTS.parents[1] / "tests"))
-    from tests.fakes.pretend_guard import load_guard
-
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        load_guard(Path(folder))
-        for model, tp, nodes in product(options.model, options.tp, options.nodes):
-            config = config_from(read_preset(model)["config"])
-            num_layers = config.num_hidden_layers
-            counted = []
-            for config.num_hidden_layers in options.layers or (num_layers,):
-                counted.append(count(config, nodes, options.kv, tp=tp))
-                console.print(counted[-1])
-            rows.append({"model": model, **of_all_layers(counted, num_layers)})
-    return {"rows": rows}
-
-
-def of_all_layers(counted: Sequence[Mapping[str, Any]], num_layers: int) -> dict[str, Any]:
-    """Launches of a model of `num_layers` equal layers, from counts of fewer ones of them or of its own."""
-    first, last = ends = counted[0], counted[-1]
-    added = last["layers"] - first["layers"]
-
-    def of(*names: str) -> int:
-        low: Any
-        high: Any
-        low, high = (reduce(getitem, names, each) for each in ends)
-        return int(high + ((high - low) // added * (num_layers - last["layers"]) if added else 0))
-
-    found = {name: last[name] for name in ("tp", "entries", "kv", "around_the_forward")}
-    found |= {kind: of(kind, "launches") for kind in ("operators", "packed", "compiled")}
-    found |= {part: of("compiled", part) for part in ("products", "attention", "fused")}
-    return {**found, "collectives": of("collectives")}
-
-
-def main() -> int:
-    """Run the command line; returns the exit code."""
-    return run_main("kernel_counts", KernelCountsOptions, measure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

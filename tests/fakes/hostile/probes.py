@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.hostile.client import Answer, Client
+from tests.fakes.hostile.client import Answer, Client
 
 BUSY = frozenset(("429", "503"))
 """Answers of a service with too much to do, which are always right."""
+Run = Callable[[Client], Answer | Counter[str]]
+"""Does it once; returns what the client has seen: statuses, or how connections ended, and how often."""
 
 
 @dataclass(frozen=True)
@@ -17,29 +19,22 @@ class Probe:
     """One way to do harm."""
 
     name: str
-    item: str
-    """The number of the attack that it repeats; empty for others."""
-    what: str
-    run: Callable[[Client], Answer | Counter[str]]
-    """Does it once; returns what the client has seen: statuses, or how connections ended, and how often."""
+    run: Run
     expected: frozenset[str]
     """What the client may see besides BUSY; empty: anything but a 5xx."""
     is_keyless: bool
     """True if the service under test must have no keys."""
-    flags: tuple[str, ...]
-    """Flags of the service under test, where it knows them."""
 
     def once(self, client: Client) -> tuple[Counter[str], str]:
         """Run it; returns what the client has seen, and what is wrong about it or an empty text."""
         client.text = ""
-        client.notes.clear()
         try:
             found = self.run(client)
         except ConnectionRefusedError:
             found = Counter(("refused",))
         except OSError:
             found = Counter(("closed",))
-        seen = found.counted() if isinstance(found, Answer) else found
+        seen = Counter((found.status,)) if isinstance(found, Answer) else found
         if self.expected:
             wrong = set(seen) - self.expected - BUSY
         else:
@@ -48,15 +43,14 @@ class Probe:
 
 
 PROBES: dict[str, Probe] = {}
-Run = Callable[[Client], Answer | Counter[str]]
 
 
-def probe(item: str = "", *expected: str, keyless: bool = False, flags: tuple[str, ...] = ()) -> Callable[[Run], Run]:
-    """Register a function as a probe; its name is the function's, and its description the docstring's first line."""
+def probe(*expected: str, name: str = "", keyless: bool = False) -> Callable[[Run], Run]:
+    """Register a function as a probe; its name is the function's if none is given."""
 
     def register(run: Run) -> Run:
-        what = (run.__doc__ or "").splitlines()[0]
-        PROBES[run.__name__] = Probe(run.__name__, item, what, run, frozenset(expected), keyless, flags)
+        known = name or run.__name__
+        PROBES[known] = Probe(known, run, frozenset(expected), keyless)
         return run
 
     return register

@@ -10,7 +10,6 @@ import select
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -28,10 +27,6 @@ class Answer(NamedTuple):
     text: str = ""
     """The beginning of the body."""
 
-    def counted(self) -> Counter[str]:
-        """The status, once."""
-        return Counter((self.status,))
-
 
 class Client:
     """A client of the service at `url` that sends `key`; `other` is a neighbour's key."""
@@ -46,8 +41,6 @@ class Client:
         self.key, self.other, self.hold, self.links = key, other, hold, links
         self.dice = random.Random(seed)
         self.stop = stop or threading.Event()
-        self.notes: dict[str, float] = {}
-        """Measured by the last probe, by name."""
         self.text = ""
         """The beginning of the last answer's body."""
 

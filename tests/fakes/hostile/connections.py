@@ -1,15 +1,18 @@
-"""Probes of what a connection can do: stay idle, send slowly or without end, and not read."""
+"""Probes of what a connection can do: stay idle, send slowly or without end, leave, and not read."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from itertools import repeat
 
-from benchmarks.hostile.client import Answer, Client, read_answer
-from benchmarks.hostile.probes import probe
+from tests.fakes.hostile.client import Answer, Client, read_answer
+from tests.fakes.hostile.probes import probe
 
 FLOOD = 8 << 20
 """Bytes that a client sends at most before it gives up to wait for an answer."""
@@ -61,68 +64,62 @@ def _state(link: socket.socket) -> str:
     return data[9:12].decode("latin-1") if data.startswith(b"HTTP/1.1 ") else "closed"
 
 
-@probe("6", *HELD)
+@probe(*HELD)
 def idle_connections(client: Client) -> Counter[str]:
     """1,100 connections that send nothing."""
     return _hold(client, client.links, b"")
 
 
-@probe("6", *HELD)
+@probe(*HELD)
 def slow_heads(client: Client) -> Counter[str]:
     """200 connections that send a byte of a head five times a second."""
     return _hold(client, min(200, client.links), b"POST /v1/completions HTTP/1.1\r\nX-A: ", b"a")
 
 
-@probe("6", *HELD)
+@probe(*HELD)
 def slow_bodies(client: Client) -> Counter[str]:
     """200 connections that send a byte of a body five times a second."""
     head = client.head("POST", "/v1/completions", "Content-Type: application/json", "Content-Length: 100000")
     return _hold(client, min(200, client.links), head + b'{"prompt": "', b"a")
 
 
-@probe("6", *HELD)
+@probe(*HELD)
 def idle_after_an_answer(client: Client) -> Counter[str]:
     """200 connections that are kept alive after an answer and then idle."""
     return _hold(client, min(200, client.links), client.head("GET", "/livez"), answers=1)
 
 
-@probe("low", "400", "413", "431", "closed")
-def endless_headers(client: Client) -> Answer:
-    """A head without an end."""
-    line = b"X-A: " + b"a" * 1000 + b"\r\n"
-    return client.send([client.head()[:-2], *repeat(line * 16, FLOOD // (16 * len(line)))], seconds=30)
+def _chunked(client: Client) -> bytes:
+    return client.head("POST", "/v1/completions", "Content-Type: application/json", "Transfer-Encoding: chunked")
 
 
-@probe("low", "400", "413", "414", "431", "closed")
-def endless_path(client: Client) -> Answer:
-    """A request line without an end."""
-    return client.send([b"GET /", *repeat(b"a" * (1 << 16), FLOOD >> 16)], seconds=30)
+ENDLESS: dict[str, Callable[[Client], tuple[bytes, bytes]]] = {
+    "endless_headers": lambda client: (client.head()[:-2], b"X-A: " + b"a" * 65000 + b"\r\n"),
+    "endless_path": lambda client: (b"GET /", b"a" * (1 << 16)),
+    "endless_extension": lambda client: (_chunked(client) + b"1;", b"a" * (1 << 16)),
+    "endless_chunks": lambda client: (_chunked(client), b"10000\r\n" + b" " * 0x10000 + b"\r\n"),
+}
+"""Requests without an end: how each begins, and what goes on."""
 
 
-@probe("low", "400", "413", "closed")
-def endless_extension(client: Client) -> Answer:
-    """A chunked body whose first chunk's extension has no end."""
-    head = client.head("POST", "/v1/completions", "Content-Type: application/json", "Transfer-Encoding: chunked")
-    return client.send([head + b"1;", *repeat(b"a" * (1 << 16), FLOOD >> 16)], seconds=30)
+def _endless(client: Client, name: str) -> Answer:
+    start, piece = ENDLESS[name](client)
+    return client.send([start, *repeat(piece, FLOOD >> 16)], seconds=30)
 
 
-@probe("low", "400", "413", "closed")
-def endless_chunks(client: Client) -> Answer:
-    """A chunked body without an end."""
-    head = client.head("POST", "/v1/completions", "Content-Type: application/json", "Transfer-Encoding: chunked")
-    return client.send([head, *repeat(b"10000\r\n" + b" " * 0x10000 + b"\r\n", FLOOD >> 16)], seconds=30)
+for each in ENDLESS:
+    probe("400", "413", "414", "431", "closed", name=each)(partial(_endless, name=each))
 
 
-@probe("low", "200", "400", "408", "closed")
+@probe("200", "400", "408", "closed")
 def small_chunks(client: Client) -> Answer:
     """A body of 300,000 chunks of one byte."""
-    head = client.head("POST", "/v1/completions", "Content-Type: application/json", "Transfer-Encoding: chunked")
     chunk = b"1\r\n \r\n"
     body = b"".join(b"1\r\n%c\r\n" % each for each in b'{"prompt":"a","max_tokens":1}')
-    return client.send([head, *repeat(chunk * 10_000, 30), body + b"0\r\n\r\n"])
+    return client.send([_chunked(client), *repeat(chunk * 10_000, 30), body + b"0\r\n\r\n"])
 
 
-@probe("low", "408", "413", "431", "400", "closed", "open")
+@probe("408", "413", "431", "400", "closed", "open")
 def promised_body(client: Client) -> Answer:
     """Expect: 100-continue, and no body after the service has agreed."""
     with client.connect() as link:
@@ -132,7 +129,7 @@ def promised_body(client: Client) -> Answer:
     return Answer("open") if answer.status == "time-out" else answer
 
 
-@probe("low", "200", "400")
+@probe("200", "400")
 def pipelined(client: Client) -> Counter[str]:
     """500 requests in one write."""
     seen: Counter[str] = Counter()
@@ -148,7 +145,7 @@ def pipelined(client: Client) -> Counter[str]:
     return seen
 
 
-@probe("low", "200")
+@probe("200")
 def unread_streams(client: Client) -> Counter[str]:
     """8 long streams whose reader takes no bytes."""
     body = b'{"prompt":"a","max_tokens":3000,"stream":true,"ignore_eos":true,"logprobs":5}'
@@ -160,8 +157,7 @@ def unread_streams(client: Client) -> Counter[str]:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             link.settimeout(10)
             link.connect(client.address)
-            lines = ("Content-Type: application/json", f"Content-Length: {len(body)}")
-            link.sendall(client.head("POST", "/v1/completions", *lines) + body)
+            link.sendall(_start(client, body))
             links.append(link)
         client.wait(client.hold)
         for link in links:
@@ -170,7 +166,7 @@ def unread_streams(client: Client) -> Counter[str]:
     return seen + Counter({"200": waiting})
 
 
-@probe("low", "400", "closed", "408", "404", "405", "426", "401", "open")
+@probe("400", "closed", "408", "404", "405", "426", "401", "open")
 def other_protocols(client: Client) -> Answer:
     """HTTP/2 without an upgrade, and a web socket."""
     first = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(1000)
@@ -179,3 +175,37 @@ def other_protocols(client: Client) -> Answer:
     data = first if client.dice.random() < 0.5 else client.head("GET", "/v1/completions", *upgrade)
     answer = client.send([data], client.hold)
     return Answer("open") if answer.status == "time-out" else answer
+
+
+def _start(client: Client, body: bytes, length: int | None = None) -> bytes:
+    size = len(body) if length is None else length
+    return client.head("POST", "/v1/completions", "Content-Type: application/json", f"Content-Length: {size}") + body
+
+
+@probe("left")
+def drop(client: Client) -> Counter[str]:
+    """A long answer whose reader leaves in the middle."""
+    body = {"prompt": "def f(", "max_tokens": 3000, "stream": client.dice.random() < 0.7, "ignore_eos": True}
+    with client.connect() as link:
+        link.sendall(_start(client, json.dumps(body).encode()))
+        read_answer(link, time.monotonic() + 0.01 + client.dice.random())
+    return Counter(("left",))
+
+
+@probe("left")
+def unfinished(client: Client) -> Counter[str]:
+    """A body that does not arrive."""
+    with client.connect() as link:
+        link.sendall(_start(client, b'{"prompt": ', 1000))
+        client.wait(client.hold * client.dice.random())
+        with contextlib.suppress(OSError):
+            link.sendall(b'"a"')
+    return Counter(("left",))
+
+
+@probe("left")
+def noise(client: Client) -> Counter[str]:
+    """Random bytes."""
+    with client.connect() as link:
+        link.sendall(client.dice.randbytes(client.dice.randrange(1, 2000)))
+    return Counter(("left",))
