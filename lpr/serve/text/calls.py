@@ -21,7 +21,8 @@ MARK = re.compile(r"<[^\s<>]*>|\[[A-Z_/]+\]")
 _OBJECT = ('{{"name": "{name}", "arguments": ', "}}")
 _LLAMA = ("<|python_tag|>", "<|python_start|>", "{", "[")
 _BEGIN, _END, _CALL, _CALL_END, _SEP = (
-    f"\uff5ctool\u2581{word}\uff5c" for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+    f"\uff5ctool\u2581{word}\uff5c"
+    for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
 )
 _DEEPSEEK: Any = {
     "opens": (f"<{_BEGIN}>", f"<{_CALL}>"), "closes": ("```", f"<{_CALL_END}>", f"<{_END}>"),
@@ -112,7 +113,7 @@ FORMATS = (
     Format(
         name="llama4", signs=('"parameters": ', "<|header_start|>"), opens=_LLAMA,
         closes=("<|python_end|>",), call=('{{"name": "{name}", "parameters": ', "}}"), between="; ",
-        source="https://www.llama.com/docs/model-cards-and-prompt-formats/llama4/ (Tool calling); lists as in Python too",
+        source="https://www.llama.com/docs/model-cards-and-prompt-formats/llama4/ (Tool calling); also Python",
     ),
 )  # fmt: skip
 

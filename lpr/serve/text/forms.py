@@ -26,7 +26,7 @@ Thoughts = tuple[str, str]
 _LONGEST_NAME = 256
 _NAME = re.compile(r"[^\s<>\[\]{}()\"'`|,;=]+")
 _HEAD = re.compile(r"[^<>\n]+")
-_ATTRIBUTES = re.compile(r"""\s*(?:(["']).*?\1(?:\s+string="(?:true|false)")?|[^"']*)\s*""")
+_ATTRIBUTES = re.compile(r"""\s*(?:(["'])[^"']*\1(?:\s+string="(?:true|false)")?|[^"']*)\s*""")
 _LEAD = re.compile(r"[\s,;]+")
 _FENCE = re.compile(r"`{3,}")
 _NAMES, _ARGUMENTS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
@@ -57,8 +57,8 @@ GLM = Tags("", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool
            ("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"))  # fmt: skip
 INVOKE = Tags("<invoke name=", "<parameter name=", ">", "", "</parameter>", "</invoke>",
               ('<parameter name="{key}">', "</parameter>\n"))  # fmt: skip
-DSML = Tags("<\uff5cDSML\uff5cinvoke name=", "<\uff5cDSML\uff5cparameter name=", ">", "", "</\uff5cDSML\uff5cparameter>",
-            "</\uff5cDSML\uff5cinvoke>",
+DSML = Tags("<\uff5cDSML\uff5cinvoke name=", "<\uff5cDSML\uff5cparameter name=", ">", "",
+            "</\uff5cDSML\uff5cparameter>",            "</\uff5cDSML\uff5cinvoke>",
             ('<\uff5cDSML\uff5cparameter name="{key}" string="{text}">', "</\uff5cDSML\uff5cparameter>\n"))  # fmt: skip
 
 
@@ -100,7 +100,6 @@ class Format:
             yield from harmony(reader, tools)
         else:
             yield from Calls(reader, self, tools).read(reader.say)
-
 
 
 class Calls:
@@ -366,17 +365,17 @@ class Calls:
         has_break = bool((yield from reader.starts("\n")))
         ends = marks(tags.end, tags.key, tags.close, breaks=1)
         while True:
-            found = yield from reader.until(sink, ends)
-            if not found:
+            way = yield from reader.until(sink, ends)
+            if not way:
                 raise MalformedError
-            mark = found.removeprefix("\n")
-            if found != mark and mark == tags.end and has_break:
+            mark = way.removeprefix("\n")
+            if way != mark and mark == tags.end and has_break:
                 break
-            if (found != mark or mark != tags.key) and (yield from self._ends_here(mark, tags, schema)):
-                if found != mark and not has_break:  # a line break that is a part of the value
+            if (way != mark or mark != tags.key) and (yield from self._ends_here(mark, tags, schema)):
+                if way != mark and not has_break:  # a line break that is a part of the value
                     sink("\n")
                 break
-            sink(found)
+            sink(way)
         if hold <= 0:
             sink("")
         if is_begun:

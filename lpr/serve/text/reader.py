@@ -348,7 +348,7 @@ class Reader:
             raise MalformedError from None
 
     def value(self) -> Parsing[str]:
-        """Take a value of JSON, or of Python, to the end of its brackets, and return its text; raises MalformedError."""
+        """Take a value of JSON, or of Python, to the end of its brackets; returns its text. Raises MalformedError."""
         parts: list[str] = []
         depth, quote = 0, ""
         while True:
