@@ -1,7 +1,7 @@
-"""Replies with calls as models of each family write them, well-formed or damaged, and what must hold when they are read.
+"""Replies with calls as models of each family write them, well-formed or damaged, and what must hold of them.
 
-Words are unique, so that none can be lost unseen: each that a reply has whole is in its text, its thoughts, or the names
-and arguments of its calls.
+Words are unique, so that none can be lost unseen: each that a reply has whole is in its text, its thoughts, or the
+names and arguments of its calls.
 """
 
 from __future__ import annotations
@@ -87,9 +87,11 @@ class Writer:
         name, gap = self.name, self.dice.choice(["\n", "", " "])
         if name == "harmony":
             return "".join(
-                f"<|end|><|start|>assistant<|channel|>commentary to=functions.{each} <|constrain|>json<|message|>{self.json(args)}<|call|>"
+                f"<|end|><|start|>assistant<|channel|>commentary to=functions.{each} <|constrain|>json"
+                f"<|message|>{self.json(args)}<|call|>"
                 if self.dice.random() < 0.5
-                else f"<|end|><|start|>assistant to=functions.{each}<|channel|>commentary json<|message|>{self.json(args)}<|call|>"
+                else f"<|end|><|start|>assistant to=functions.{each}<|channel|>commentary json"
+                f"<|message|>{self.json(args)}<|call|>"
                 for each, args in calls
             )
         if name == "hermes":
@@ -148,7 +150,8 @@ class Writer:
                 "glm": f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n",
                 "qwen3-coder": f"<parameter={key}>\n{text}\n</parameter>\n",
                 "minimax-m2": f'<parameter name="{key}">{text}</parameter>\n',
-                "deepseek-v3.2": f'<{BAR}DSML{BAR}parameter name="{key}" string="{str(isinstance(value, str)).lower()}">'
+                "deepseek-v3.2": f'<{BAR}DSML{BAR}parameter name="{key}" '
+                f'string="{str(isinstance(value, str)).lower()}">'
                 f"{text}</{BAR}DSML{BAR}parameter>\n",
             }[self.name])  # fmt: skip
         return "".join(parts)

@@ -113,7 +113,7 @@ FORMATS = (
     Format(
         name="llama4", signs=('"parameters": ', "<|header_start|>"), opens=_LLAMA,
         closes=("<|python_end|>",), call=('{{"name": "{name}", "parameters": ', "}}"), between="; ",
-        source="https://www.llama.com/docs/model-cards-and-prompt-formats/llama4/ (Tool calling); lists as in Python too",
+        source="https://www.llama.com/docs/model-cards-and-prompt-formats/llama4/ (Tool calling); also Python",
     ),
 )  # fmt: skip
 

@@ -26,6 +26,7 @@ Thoughts = tuple[str, str]
 _LONGEST_NAME = 256
 _NAME = re.compile(r"[^\s<>\[\]{}()\"'`|,;=]+")
 _HEAD = re.compile(r"[^<>\n]+")
+_ATTRIBUTES = re.compile(r"""\s*(?:(["'])[^"']*\1(?:\s+string="(?:true|false)")?|[^"']*)\s*""")
 _LEAD = re.compile(r"[\s,;]+")
 _FENCE = re.compile(r"`{3,}")
 _NAMES, _ARGUMENTS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
@@ -56,8 +57,8 @@ GLM = Tags("", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool
            ("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"))  # fmt: skip
 INVOKE = Tags("<invoke name=", "<parameter name=", ">", "", "</parameter>", "</invoke>",
               ('<parameter name="{key}">', "</parameter>\n"))  # fmt: skip
-DSML = Tags("<\uff5cDSML\uff5cinvoke name=", "<\uff5cDSML\uff5cparameter name=", ">", "", "</\uff5cDSML\uff5cparameter>",
-            "</\uff5cDSML\uff5cinvoke>",
+DSML = Tags("<\uff5cDSML\uff5cinvoke name=", "<\uff5cDSML\uff5cparameter name=", ">", "",
+            "</\uff5cDSML\uff5cparameter>",            "</\uff5cDSML\uff5cinvoke>",
             ('<\uff5cDSML\uff5cparameter name="{key}" string="{text}">', "</\uff5cDSML\uff5cparameter>\n"))  # fmt: skip
 
 
@@ -231,6 +232,7 @@ class Calls:
     def _object(self, is_announced: bool) -> Parsing[None]:
         """The rest of an object with a name and arguments."""
         reader, name, early, is_open, mark = self._reader, "", "", False, ","
+        others: list[str] = []
         while mark == ",":
             yield from reader.space()
             key = yield from reader.key()
@@ -247,16 +249,20 @@ class Calls:
                 is_open = True
             elif key in _ARGUMENTS and not is_open and is_announced:
                 early = yield from reader.any_value()
-            elif is_announced or is_open or key in _ASIDE:
+            elif key in _ASIDE:
                 yield from reader.any_value()
+            elif is_announced or is_open:
+                others.append(f"{key}: " + (yield from reader.any_value()))
             else:
                 raise MalformedError
             yield from reader.space()
             mark = yield from reader.starts(",", "}")
-        if is_open:
-            return  # without its last bracket it is none the less a call
-        if not (mark and name and (early or is_announced)):
+        if is_open:  # without its last bracket it is none the less a call
+            reader.say(", ".join(others))
+            return
+        if not (mark and name and (early or (is_announced and not others))):
             raise MalformedError
+        reader.say(", ".join(others))
         early = json.loads(early) if early.startswith('"') else "" if early in ("null", "None") else early
         reader.argue(object_text(early, self._open(name, is_announced)))
 
@@ -322,6 +328,8 @@ class Calls:
                 yield from reader.space()
                 yield from reader.expect(tags.value)
             key = _attribute(attributes)
+            if not _ATTRIBUTES.fullmatch(attributes):
+                raise MalformedError
             kind = member(schema, key, schema)
             if 'string="' in attributes and not kinds(kind, schema):
                 kind = {"type": "string"} if 'string="true"' in attributes else _NO_STRING
@@ -357,17 +365,17 @@ class Calls:
         has_break = bool((yield from reader.starts("\n")))
         ends = marks(tags.end, tags.key, tags.close, breaks=1)
         while True:
-            found = yield from reader.until(sink, ends)
-            if not found:
+            way = yield from reader.until(sink, ends)
+            if not way:
                 raise MalformedError
-            mark = found.removeprefix("\n")
-            if found != mark and mark == tags.end and has_break:
+            mark = way.removeprefix("\n")
+            if way != mark and mark == tags.end and has_break:
                 break
-            if (found != mark or mark != tags.key) and (yield from self._ends_here(mark, tags, schema)):
-                if found != mark and not has_break:  # a line break that is a part of the value
+            if (way != mark or mark != tags.key) and (yield from self._ends_here(mark, tags, schema)):
+                if way != mark and not has_break:  # a line break that is a part of the value
                     sink("\n")
                 break
-            sink(found)
+            sink(way)
         if hold <= 0:
             sink("")
         if is_begun:
@@ -397,7 +405,7 @@ class Calls:
 
 _HARMONY = marks("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _BEHIND_HEADERS = marks("<|message|>", "<|end|>", "<|call|>", "<|return|>")
-_FORMAL = ("assistant", "analysis", "commentary", "final", "json", "to=functions.")
+_FORMAL = ("assistant", "analysis", "commentary", "final", "json", "code", "text", "to=functions.")
 """What a header is made of, besides marks."""
 
 
@@ -409,7 +417,7 @@ def harmony(reader: Reader, tools: Tools) -> Parsing[None]:
         if mark in (" to=", "to=", "<|start|>", "<|channel|>"):
             heads: list[str] = []
             sink = reader.say
-            if (yield from reader.attempt(partial(_header, reader, heads), sink, mark)):
+            if (yield from reader.attempt(partial(_header, reader, mark, heads), sink, mark)):
                 head = mark + "".join(heads)
                 channels = re.findall(r"<\|channel\|>\s*(\w+)", head)
                 sink = reader.think if channels[-1:] == ["analysis"] else reader.say
@@ -418,6 +426,8 @@ def harmony(reader: Reader, tools: Tools) -> Parsing[None]:
                 if name and (name.startswith("functions.") or declared(name, tools)):
                     yield from reader.attempt(partial(_body, reader, tools, name), reader.say, head)
                     sink = reader.say
+                elif name and name != "assistant":  # nobody's: it is text as a whole
+                    sink(head)
         elif mark in ("<|end|>", "<|call|>", "<|return|>"):
             sink = reader.say
         mark = yield from reader.until(sink, _HARMONY)
@@ -425,13 +435,14 @@ def harmony(reader: Reader, tools: Tools) -> Parsing[None]:
             return
 
 
-def _header(reader: Reader, heads: list[str]) -> Parsing[None]:
+def _header(reader: Reader, begin: str, heads: list[str]) -> Parsing[None]:
     """The rest of a message's header, which is short."""
     before, mark = yield from reader.within(_BEHIND_HEADERS)
     heads += before, mark
-    words = re.split(r"<\|[a-z]*\|?>?|\s+", before)
+    words = re.split(r"<\|[a-z]*\|?>?|\s+", begin + before)
+    is_whole = mark == "<|message|>" and all(not word or word in _FORMAL or "=" in word for word in words)
     is_cut = not mark and all(any(formal.startswith(word) for formal in _FORMAL) for word in words)
-    if mark != "<|message|>" and not is_cut:  # the end of a reply that its limit has cut shows nothing
+    if not is_whole and not is_cut:  # the end of a reply that its limit has cut shows nothing
         raise MalformedError
 
 

@@ -35,7 +35,7 @@ _SCALAR = re.compile(r"[\w.+\-]+")
 
 
 class MalformedError(ValueError):
-    """Text that is no call; the message is what was taken of it and not shown."""
+    """Text that is no call."""
 
 
 class Piece(NamedTuple):
@@ -94,8 +94,10 @@ class Reader:
         """Characters of the reply before `_text`."""
         self._pieces: list[Piece] = []
         self._tries: list[_Try] = []
-        self._closing = ""
-        """What ends the arguments that have begun to be shown."""
+        self._is_showing = False
+        """True within a call of which some was shown."""
+        self._closing, self._argued = "", 0
+        """What ends the arguments that have begun to be shown, and where the reply goes on behind what was shown."""
         self._parsing = self._parse(parse)
 
     def _parse(self, parse: Callable[[Reader], Parsing[None]]) -> Parsing[None]:
@@ -111,7 +113,7 @@ class Reader:
         A call that the end leaves incomplete when some of it was shown has its arguments closed, so that they are
         JSON. Those of a reply that was `cut` by its limit stay open: no client takes them for complete.
         """
-        if self._tries:
+        if self._tries or (self._is_showing and self._argued < self._base + self._at):
             self._past.append(self._text[: self._at])
         else:
             self._past.clear()
@@ -140,6 +142,7 @@ class Reader:
 
     def argue(self, text: str) -> None:
         """Some of the JSON of the last call's arguments."""
+        self._argued = self._base + self._at
         self._say(Piece("arguments", text, self.num_calls - 1))
 
     def _say(self, piece: Piece) -> None:
@@ -157,11 +160,12 @@ class Reader:
         tried = self.trial(can_show=True)
         try:
             yield from parse()
-        except MalformedError as failure:
+        except MalformedError:
             if tried not in self._tries:  # some of it was shown
+                rest, self._is_showing = self._taken(self._argued), False
                 if not self.is_over:
                     self._close()
-                self.say(str(failure))
+                self.say(rest)
                 return True
             taken = self.reject(tried)
             sink(begin)
@@ -172,6 +176,8 @@ class Reader:
             return False
         if tried in self._tries:
             self.confirm(tried)
+        else:
+            self._is_showing = False
         return True
 
     def trial(self, can_show: bool = False) -> _Try:
@@ -190,16 +196,20 @@ class Reader:
         """What was tried does not hold; returns the text that was taken."""
         self._tries.remove(tried)
         self.num_calls, self._closing = tried.num_calls, tried.closing
-        if tried.begin >= self._base:
-            return self._text[tried.begin - self._base : self._at]
+        return self._taken(tried.begin)
+
+    def _taken(self, begin: int) -> str:
+        """The text from a place of the reply on that was taken."""
+        if begin >= self._base:
+            return self._text[begin - self._base : self._at]
         past: list[str] = []
         base = self._base
         for part in reversed(self._past):
             past.append(part)
             base -= len(part)
-            if base <= tried.begin:
+            if base <= begin:
                 break
-        return "".join(reversed(past))[tried.begin - base :] + self._text[: self._at]
+        return "".join(reversed(past))[begin - base :] + self._text[: self._at]
 
     def _rewind(self, place: int) -> None:
         parts: list[str] = []
@@ -214,6 +224,7 @@ class Reader:
         """What the last attempt has found is shown while it goes on: from here on it is a call."""
         if self._tries and self._tries[-1].can_show:
             self.confirm(self._tries[-1])
+            self._is_showing = True
 
     def _close(self) -> None:
         self.argue(self._closing)
@@ -253,8 +264,9 @@ class Reader:
         while True:
             found = wanted.pattern.search(self._text, self._at)
             end = found.start() if found else len(self._text) if self._ended else wanted.end(self._text, self._at)
-            if end > self._at:
-                sink(self._text[self._at : end])
+            before, self._at = self._text[self._at : end], end
+            if before:
+                sink(before)
             self._at = found.end() if found else end
             if found or self._ended:
                 return found[0] if found else ""
@@ -303,8 +315,8 @@ class Reader:
         while True:
             found = _RUN[quote].match(self._text, self._at)
             if found is not None:
-                sink(found[0])
                 self._at = found.end()
+                sink(found[0])
             left = self._text[self._at : self._at + _LONGEST_ESCAPE]
             if not left:
                 yield from self.more()
@@ -323,8 +335,8 @@ class Reader:
                     size, written = 6, "\ufffd"
                 elif left[1:2] == "'":
                     size, written = 2, "'"
-            sink(written)
             self._at += size
+            sink(written)
 
     def word(self) -> Parsing[str]:
         """Take a string, and return what it stands for; raises MalformedError."""
@@ -336,7 +348,7 @@ class Reader:
             raise MalformedError from None
 
     def value(self) -> Parsing[str]:
-        """Take a value of JSON, or of Python, to the end of its brackets, and return its text; raises MalformedError."""
+        """Take a value of JSON, or of Python, to the end of its brackets; returns its text. Raises MalformedError."""
         parts: list[str] = []
         depth, quote = 0, ""
         while True:
@@ -360,14 +372,14 @@ class Reader:
                     depth -= 1
                 else:
                     if depth or not (parts or self._at > start):
-                        raise MalformedError("".join(parts) + self._text[start : self._at])
+                        raise MalformedError
                     return "".join(parts) + self._text[start : self._at]
                 self._at += 1
                 if not quote and not depth:
                     return "".join(parts) + self._text[start : self._at]
             parts.append(self._text[start : self._at])
             if self._ended and (depth or quote or not any(parts)):
-                raise MalformedError("".join(parts))
+                raise MalformedError
             if self._ended:
                 return "".join(parts)
             yield
@@ -465,7 +477,7 @@ class Reader:
         try:
             self.argue(begin + from_value(text, schema, root))
         except ValueError:
-            raise MalformedError(begin + text) from None
+            raise MalformedError from None
 
 
 def object_text(text: str, schema: Schema) -> str:

@@ -142,7 +142,7 @@ def fitted(value: Any, schema: Any, root: Schema, depth: int = 0) -> Any:
     if depth < 100 and kind == "object":
         return {key: fitted(each, member(schema, key, root), root, depth + 1) for key, each in value.items()}
     if depth < 100 and kind == "array":
-        items = next((each["items"] for each in branches(schema, root) if "items" in each), {})
+        items: Any = next((each["items"] for each in branches(schema, root) if "items" in each), {})
         return [fitted(each, items, root, depth + 1) for each in value]
     return value
 

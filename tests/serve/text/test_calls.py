@@ -50,12 +50,14 @@ def calls(name):
         "glm": "Ok.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>" + ARGUMENTS["city"] + "</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>where</arg_key>\n"
         '<arg_value>{"x": 1.5}</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>',
-        "kimi-k2": f"Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{args}"
+        "kimi-k2": "Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        f"<|tool_call_argument_begin|>{args}"
         "<|tool_call_end|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
         "<|tool_calls_section_end|>",
         "minimax-m2": 'Ok.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">'
         + ARGUMENTS["city"]
-        + '</parameter>\n<parameter name="days">3</parameter>\n<parameter name="where">{"x": 1.5}</parameter>\n</invoke>\n'
+        + '</parameter>\n<parameter name="days">3</parameter>\n<parameter name="where">{"x": 1.5}</parameter>\n'
+        "</invoke>\n"
         '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
         "deepseek-v3.2": f'Ok.\n\n<{DSML}function_calls>\n<{DSML}invoke name="weather">\n'
         f'<{DSML}parameter name="city" string="true">{ARGUMENTS["city"]}</{DSML}parameter>\n'

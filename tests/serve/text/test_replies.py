@@ -1,4 +1,4 @@
-"""Replies of all families, well-formed and damaged, in many cuts: nothing is lost, and calls are typed by their schema."""
+"""Replies of all families, well-formed and damaged, in many cuts: nothing is lost, and calls are typed."""
 
 import json
 import re
@@ -56,9 +56,9 @@ def test_a_plain_reader_finds_the_same(name):
             for found in re.finditer(pattern, made.written, re.S):
                 if callable(inner):
                     value = inner(found)
-                    plain.append(
-                        (value["name"].removeprefix("functions."), value.get("arguments", value.get("parameters")))
-                    )
+                    args = value.get("arguments", value.get("parameters"))
+                    args = json.loads(args) if isinstance(args, str) else args
+                    plain.append((value["name"].removeprefix("functions."), args))
                 elif inner is None:
                     plain.append((found[1], json.loads(found[2])))
                 else:
@@ -68,9 +68,8 @@ def test_a_plain_reader_finds_the_same(name):
                         for key, value in inner.findall(found[2])
                     }
                     plain.append((found[1], {key: json.loads(value) for key, value in pairs.items()}))
-        except ValueError:  # a literal of Python, which the plain reader cannot read
+        except (ValueError, AttributeError):  # a literal of Python, which the plain reader cannot read
             continue
-        plain = [(each, json.loads(args) if isinstance(args, str) else args) for each, args in plain]
         assert read(name, made.written, written.TOOLS, THINK)[2] == plain
 
 
@@ -88,7 +87,7 @@ FORMS = [
     ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': 'x'}}</tool_call>", "", 1),
     ("hermes", f'<tool_call>{{"type": "function", "function": {CALL}}}</tool_call>', "", 1),
     ("qwen3-coder", "S.\n\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>", "S.", 1),
-    ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>", "", 1),
+    ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n<parameter=n>\n2\n</parameter>\n</function>", "", 1),
     ("qwen3-coder", f"<tool_call>\n{CALL}\n</tool_call>", "", 1),
     ("llama3", f"Sure: {CALL}\n{CALL}, {CALL}; {CALL}", "Sure: ", 4),
     ("llama3", f"<|python_tag|>{CALL}", "", 1),
@@ -98,11 +97,11 @@ FORMS = [
     ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": "x"}', "", 1),
     ("mistral-args", f"[TOOL_CALLS][{CALL}]", "", 1),
     ("kimi-k2", '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": "x"}<|tool_call_end|>', "", 1),
-    ("minimax-m2", '<minimax:tool_call><invoke name="f"><parameter name="a">x</parameter></invoke></minimax:tool_call>', "", 1),
+    ("minimax-m2", '<minimax:tool_call><invoke name="f"><parameter name="a">x</parameter></invoke>', "", 1),
     ("cohere", f"<|START_RESPONSE|>R<|END_RESPONSE|><|START_ACTION|>[{CALL}]<|END_ACTION|>", "R", 1),
     ("granite", f"<|tool_call|>{CALL}<|/tool_call|>", "", 1),
     ("harmony", ' to=functions.f<|channel|>commentary json<|message|>{"a": "x"}', "", 1),
-    ("harmony", '<|channel|>analysis to=f<|message|>{"a": "x"}<|call|><|start|>assistant<|channel|>final<|message|>T', "T", 1),
+    ("harmony", '<|channel|>analysis to=f<|message|>{"a": "x"}<|call|><|channel|>final<|message|>T', "T", 1),
     ("harmony", '<|start|>assistant<|message|>T<|end|><|start|>assistant to=functions.f<|message|>{"a": "x"}', "T", 1),
     ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|><|call|>", "", 1),
     # Text that is no call, unchanged.
@@ -167,9 +166,13 @@ def test_values_keep_their_digits_and_are_read_where_the_schema_needs_it():
         from_value("NaN", {"type": "number"}, {})
 
 
-UNITS = {"harmony": ["<|channel|>", "<|start|>assistant<|channel|>analysis<|message|>"], "llama3": ["{", '{"name": "', "[f("],
-         "hermes": ["<tool_call>{", '<tool_call>{"'], "qwen3-coder": ["<function=", "<tool_call><function=f><parameter=a>"],
-         "glm": ["<tool_call>f<arg_key>"]}  # fmt: skip
+UNITS = {
+    "harmony": ["<|channel|>", "<|start|>assistant<|channel|>analysis<|message|>"],
+    "llama3": ["{", '{"name": "', "[f("],
+    "hermes": ["<tool_call>{", '<tool_call>{"', '{"name": "f", "arguments": "'],
+    "qwen3-coder": ["<function=", "<tool_call><function=f><parameter=a>"],
+    "glm": ["<tool_call>f<arg_key>"],
+}
 
 
 @pytest.mark.parametrize("size", [1, 1 << 30])
