@@ -39,7 +39,7 @@ import lpr.native
 from benchmarks.common import RESULTS, Flag, circumstances, read_options, reason, write_json
 from benchmarks.gpu import kernels, models, parts, several
 from lpr import InputError
-from lpr.dist.runtime import World, leave
+from lpr.dist.runtime import leave
 from lpr.model.fused.accelerate import accelerate
 from tests.fakes.prompts import PROMPTS
 
@@ -317,4 +317,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(World.from_environment(), main())
+    leave(main())

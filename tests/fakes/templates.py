@@ -177,8 +177,8 @@ TEMPLATES = {
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('system') }}"
         "{% endif %}{% if m.role in ('user', 'assistant') and not m.tool_calls %}"
         ""
-        "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}"
-        "<{{ m.role }}>{{ m.content or '' }}" + _CALLS + "{% endfor %}" + _END
+        "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+        "{% set ns.n = ns.n + 1 %}{% endif %}<{{ m.role }}>{{ m.content or '' }}" + _CALLS + "{% endfor %}" + _END
     ),
     "short ids": (  # Mistral: 9 letters and digits, no text beside calls, instructions in the last message of the user
         "{% if messages[0].role == 'system' %}{% set s = messages[0].content %}"
