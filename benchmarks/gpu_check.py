@@ -38,7 +38,7 @@ import lpr.native
 from benchmarks.common import RESULTS, Flag, circumstances, read_options, reason, write_json
 from benchmarks.gpu import models, parts, several
 from lpr import InputError
-from lpr.dist.runtime import World, leave
+from lpr.dist.runtime import leave
 from lpr.model.fused.accelerate import accelerate
 from tests.fakes.prompts import PROMPTS
 
@@ -288,4 +288,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(World.from_environment(), main())
+    leave(main())

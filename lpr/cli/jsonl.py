@@ -25,8 +25,6 @@ _NEUTRAL = {
 }  # fmt: skip
 """Fields of OpenAI's API that would change what is completed, with the value that asks for nothing."""
 _BATCH_URL = "/v1/completions"
-_MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: ""}
-"""Byte order marks, with which Windows' editors and shells begin files, and their encodings."""
 
 
 @dataclass
@@ -55,10 +53,8 @@ def read_prompts(path: Path) -> list[PromptLine]:
         data = path.read_bytes()
     except OSError as failure:
         raise InputError(f"cannot read prompts from {path}: {failure.strerror or failure}") from failure
-    for mark, encoding in _MARKS.items():
-        if data.startswith(mark):
-            data = data.decode(encoding, "replace").encode() if encoding else data[len(mark) :]
-            break
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # Windows' shells write such files
+        data = data.decode("utf-16", "replace").encode()
     lines = [_parse(number, raw) for number, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
     if not lines:
         raise InputError(f'{path} holds no prompts: it needs one JSON object with a "prompt" per line')
@@ -67,7 +63,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
 def _parse(number: int, raw: bytes) -> PromptLine:
     try:
-        record = json.loads(raw.decode("utf-8"))
+        record = json.loads(raw.decode("utf-8-sig"))  # files that were joined have marks within, too
     except UnicodeDecodeError as failure:
         return PromptLine(number, error=f"line {number} is not UTF-8: {failure.reason} at byte {failure.start}")
     except (ValueError, RecursionError) as failure:

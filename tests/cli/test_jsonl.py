@@ -43,6 +43,51 @@ def test_reads_prompts_and_names_bad_lines(tmp_path: Path) -> None:
     assert errors[3].startswith("line 6 is not UTF-8: ")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "in.jsonl"
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    path.write_bytes((mark + '{"prompt": "é a("}\r\n\ufeff{"prompt": "b"}\r\n').encode(encoding))
+    assert [(line.prompt, line.error) for line in read_prompts(path)] == [("é a(", None), ("b", None)]
+
+
+def parsed(tmp_path: Path, record: object) -> PromptLine:
+    (tmp_path / "in.jsonl").write_text(json.dumps(record))
+    return read_prompts(tmp_path / "in.jsonl")[0]
+
+
+def test_openais_names_are_obeyed(tmp_path: Path) -> None:
+    fields = {"prompt": "a", "max_tokens": 5, "seed": 3, "stop": ["x"], "logit_bias": {"7": -1}, "temperature": None}
+    wanted = {"max_new_tokens": 5, "seed": 3, "stop": ("x",), "logit_bias": ((7, -1.0),)}
+    assert parsed(tmp_path, {**fields, "n": 1, "suffix": None}).sampling == wanted
+    batch = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {**fields, "model": "m"}}
+    line = parsed(tmp_path, batch)
+    assert (line.prompt, line.sampling, line.extra["custom_id"], line.error) == ("a", wanted, "c", None)
+    assert parsed(tmp_path, {"prompt": "a", "max_tokens": 5, "max_new_tokens": 6}).sampling == {"max_new_tokens": 6}
+
+
+@pytest.mark.parametrize(
+    "record, name",
+    [
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ({"prompt": "a", "n": 2}, "n"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_new_tokens"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"url": "/v1/chat/completions", "body": {"messages": []}}, "url"),
+        ({"url": "/v1/completions", "body": {"prompt": "a", "foo": 1}}, "body.foo"),
+    ],
+)
+def test_openais_names_that_are_not_obeyed_are_refused(tmp_path: Path, record: object, name: str) -> None:
+    error = parsed(tmp_path, record).error
+    assert error is not None and error.startswith(f"line 1: {name}")
+
+
+def test_a_column_named_error_is_no_error(tmp_path: Path) -> None:
+    line = parsed(tmp_path, {"prompt": "a", "error": "of an earlier run", "id": 1})
+    assert (line.error, line.extra) == (None, {"id": 1})
+
+
 def test_prompt_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read prompts from .*: No such file"):
         read_prompts(tmp_path / "none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from lpr.cli.generate import main
+from lpr.config import InputError
+from lpr.dist.runtime import World
+from lpr.serve.ranks import socket_folder
 from tests.cli.test_generate import write_prompts
 from tests.fakes.paths import ROOT
 from tests.fakes.prompts import PROMPTS
@@ -110,3 +114,54 @@ rank = int(os.environ["RANK"])
 arguments = {arguments}
 leave(main(arguments))
 """
+
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize(
+    "left, wanted",
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": ""}, 1),
+        ({"WORLD_SIZE": "two"}, 1),
+        ({"WORLD_SIZE": "2"}, 1),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "3"}, 1),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, 1),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "x"}, 1),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, 2),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({"RANK": "1"}, "MASTER_ADDR"),
+        ({"MASTER_ADDR": "a", "WORLD_SIZE": "2"}, "no RANK"),
+        ({"RANK": "two", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "a"}, "WORLD_SIZE must be a whole number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK must be a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "no rank of WORLD_SIZE 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT"),
+    ],
+)
+def test_what_launchers_leave_behind(monkeypatch: pytest.MonkeyPatch, left: dict[str, str], wanted: int | str) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(wanted, int):
+        assert World.from_environment().size == wanted
+        return
+    with pytest.raises(InputError, match=wanted):
+        World.from_environment()
+
+
+def test_half_of_a_launchers_environment_is_one_line_and_code_2() -> None:
+    env = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    for command in ("lpr.generate", "lpr.serve"):
+        left = {"RANK": "two", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        done = run([sys.executable, "-m", command], env={**env, **left})
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert done.stderr.strip().splitlines()[-1].startswith(f"{command}: error: RANK must be a whole number")
+
+
+def test_a_long_temporary_folder_has_no_room_for_a_socket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for length, folder in ((20, None), (200, "/tmp")):
+        monkeypatch.setattr("tempfile.tempdir", "/" + "t" * length)
+        assert socket_folder() == folder

@@ -90,7 +90,8 @@ def _said(role: str, text: str) -> dict[str, Any]:
 RESPONSES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "Codex's": (
         {
-            "model": "m", "instructions": AGENT, "stream": True, "store": False, "include": ["reasoning.encrypted_content"],
+            "model": "m", "instructions": AGENT, "stream": True, "store": False,
+            "include": ["reasoning.encrypted_content"],
             "input": [_said("developer", "Sandbox: none."), _said("user", "list files")], "parallel_tool_calls": False,
             "tools": [{"type": "function", "strict": False, **TOOL}], "tool_choice": "auto", "prompt_cache_key": "k",
             "reasoning": {"effort": "medium", "summary": "auto"}, "text": {"verbosity": "low"},
@@ -126,7 +127,8 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[str]]] = {
                     {"type": "tool_use", "id": "toolu_1", "name": NAME, "input": {"city": CITY}},
                 ]},
                 {"role": "user", "content": [
-                    {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain since morning", "is_error": False},
+                    {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": False,
+                     "content": "rain since morning"},
                     {"type": "text", "text": "and now tomorrow"},
                 ]},
             ],
@@ -159,31 +161,36 @@ CHATML = (
 TEMPLATES = {
     "plain": CHATML,
     "strict": (  # Qwen 3.5: one message of instructions, the first, and at least one of the user
-        "{% set ns = namespace(u=false) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.u = true %}{% endif %}"
+        "{% set ns = namespace(u=false) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.u = true %}{% endif %}"
         "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
         "{% if m.role not in ('system', 'user', 'assistant', 'tool') %}{{ raise_exception('role') }}{% endif %}"
         "<{{ m.role }}>{{ m.content or '' }}" + _CALLS + "{% endfor %}"
         "{% if not ns.u %}{{ raise_exception('no user') }}{% endif %}" + _END
     ),
     "parts": (  # Idefics 3: a text has no parts, and vanishes
-        "{% for m in messages %}<{{ m.role }}>{% for p in m.content or [] %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{% for p in m.content or [] %}{% if p.type == 'text' %}"
+        "{{ p.text }}{% endif %}"
         "{% endfor %}" + _CALLS + "{% endfor %}" + _END
     ),
     "alternating": (  # Gemma: no instructions, turns alternate; besides, results are shown
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('system') }}"
-        "{% endif %}{% if m.role in ('user', 'assistant') and not m.tool_calls %}{% if (m.role == 'user') != (ns.n % 2 == 0)"
-        " %}{{ raise_exception('alternate') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}"
-        "<{{ m.role }}>{{ m.content or '' }}" + _CALLS + "{% endfor %}" + _END
+        "{% endif %}{% if m.role in ('user', 'assistant') and not m.tool_calls %}"
+        ""
+        "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+        "{% set ns.n = ns.n + 1 %}{% endif %}<{{ m.role }}>{{ m.content or '' }}" + _CALLS + "{% endfor %}" + _END
     ),
     "short ids": (  # Mistral: 9 letters and digits, no text beside calls, instructions in the last message of the user
-        "{% if messages[0].role == 'system' %}{% set s = messages[0].content %}{% set messages = messages[1:] %}{% endif %}"
+        "{% if messages[0].role == 'system' %}{% set s = messages[0].content %}"
+        "{% set messages = messages[1:] %}{% endif %}"
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' or (m.role == 'assistant' and "
         "m.tool_calls is undefined) %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('alternate') }}"
         "{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}"
         "{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.last and s is defined %}{{ s }} {% endif %}"
         "{{ m.content }}[/INST]{% elif m.tool_calls is defined %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
         "{{ raise_exception('ids') }}{% endif %}[C]{{ c.function | tojson }}{{ c.id }}{% endfor %}"
-        "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% elif m.role == 'tool' %}{% if m.tool_call_id is undefined or "
+        "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% elif m.role == 'tool' %}"
+        "{% if m.tool_call_id is undefined or "
         "m.tool_call_id | length != 9 %}{{ raise_exception('ids') }}{% endif %}[R]{{ m.content }}{{ m.tool_call_id }}"
         "{% else %}{{ raise_exception('role') }}{% endif %}{% endfor %}"
     ),
@@ -195,7 +202,8 @@ TEMPLATES = {
     ),
     "one call": (  # Llama 3.1: one call in a message, and no text
         "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one') }}"
-        "{% endif %}<a>{% set c = m.tool_calls[0].function %}{{ c.name }}{% for k, v in c.arguments.items() %}{{ k }}={{ v }}"
+        "{% endif %}<a>{% set c = m.tool_calls[0].function %}{{ c.name }}{% for k, v in c.arguments.items() %}"
+        "{{ k }}={{ v }}"
         "{% endfor %}{% else %}<{{ 'ipython' if m.role == 'tool' else m.role }}>{{ m.content | trim }}{% endif %}"
         "{% endfor %}" + _END
     ),

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, get_type_hints
 
 import pytest
-from tests.fakes.paths import ROOT
 
 from lpr.serve.bodies.completions import ChatBody, CompletionBody
 from lpr.serve.bodies.fields import Harmless, Only, Sampled
@@ -16,6 +15,7 @@ from lpr.serve.bodies.messages import CountBody, MessagesBody
 from lpr.serve.bodies.responses import ResponsesBody
 from lpr.serve.checks import check_body
 from lpr.serve.errors import ApiError
+from tests.fakes.paths import ROOT
 
 SAY = [{"role": "user", "content": "a"}]
 LEAST: dict[type[Harmless], dict[str, Any]] = {
@@ -86,7 +86,8 @@ SAFE = {
     "service_tier": "flex", "metadata": {"a": "b"}, "store": False, "cache_control": {"type": "ephemeral"}, "seed": -1,
     "cache_prompt": True, "id_slot": -1, "t_max_prompt_ms": 500, "timings_per_token": False, "dynatemp_range": 0,
     "dynatemp_exponent": 1, "typical_p": 1, "xtc_probability": 0, "xtc_threshold": 0.1, "repeat_last_n": 64,
-    "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1, "mirostat": 0, "n_probs": 0,
+    "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1, "mirostat": 0,
+    "n_probs": 0,
     "length_penalty": 1, "use_beam_search": False, "include_reasoning": True, "samplers": "edkypmxt", "stream": False,
 }  # fmt: skip
 COUNTED = {"seed", "stream", "samplers", "user", "prompt_cache_key"}
@@ -115,8 +116,8 @@ def test_llama_vscodes_bodies() -> None:
         "messages": ask, "stream": False, "cache_prompt": True, "samplers": "edkypmxt", "temperature": 0.8,
         "dynatemp_range": 0, "dynatemp_exponent": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "typical_p": 1,
         "xtc_probability": 0, "xtc_threshold": 0.1, "repeat_last_n": 64, "repeat_penalty": 1, "presence_penalty": 0,
-        "frequency_penalty": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1,
-        "max_tokens": -1, "timings_per_token": False,
+        "frequency_penalty": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2,
+        "dry_penalty_last_n": -1, "max_tokens": -1, "timings_per_token": False,
     }  # fmt: skip
     ahead = {"messages": ask, "n_predict": 0, "samplers": [], "cache_prompt": True, "t_max_prompt_ms": 500}
     assert refused(ChatBody, **edit) is None and refused(ChatBody, **ahead, t_max_predict_ms=1) is None
@@ -129,7 +130,7 @@ def test_continues_bodies() -> None:
     answered = {"role": "assistant", "content": "ok", "tool_calls": [], "annotations": [], "refusal": None}
     body = {"messages": [{"role": "user", "content": parts}, answered, *SAY], "model": "m", "max_tokens": 4096,
             "stream": True, "stream_options": {"include_usage": True}, "stop": None, "parallel_tool_calls": None,
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": {}, "return": {"type": "string"}}}]}  # fmt: skip
+            "tools": [{"type": "function", "function": {"name": "f", "return": {"type": "string"}}}]}  # fmt: skip
     assert refused(ChatBody, **body) is None
     fim = {"model": "m", "prompt": "def f(", "suffix": "\n", "max_tokens": 1024, "temperature": 0.01, "stop": ["\n\n"],
            "stream": True, "frequency_penalty": None, "logprobs": None}  # fmt: skip

@@ -75,7 +75,8 @@ def test_a_template_that_knows_developers_gets_them() -> None:
 
 
 def test_a_text_that_no_fit_shows_is_refused_by_its_place() -> None:
-    no_results = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}{{ messages[1].tool_calls }}"
+    no_results = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}"
+    no_results += "{{ messages[1].tool_calls }}"
     body: dict[str, Any] = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT]}
     for template, place in ((no_results, "messages.2.content"), ("{{ messages[-1].content }}", "messages.0.content")):
         with pytest.raises(ApiError) as failed:
@@ -126,7 +127,8 @@ def test_no_text_goes_on_behind_calls() -> None:
 
 
 def test_an_effort_is_the_nearest_that_the_template_takes() -> None:
-    some = "{% if reasoning_effort is defined and reasoning_effort not in ('low', 'max') %}{{ raise_exception('no') }}{% endif %}{{ reasoning_effort }}"
+    some = "{% if reasoning_effort is defined and reasoning_effort not in ('low', 'max') %}{{ raise_exception('no') }}"
+    some += "{% endif %}{{ reasoning_effort }}"
     for given, shown in (("low", "low"), ("minimal", "low"), ("medium", "low"), ("xhigh", "max")):
         assert prompt(some + CHATML, chat(messages=[USER], reasoning_effort=given)).startswith(shown)
     responses = {"input": "a", "reasoning": {"effort": "low"}}
