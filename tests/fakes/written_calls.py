@@ -110,7 +110,9 @@ class Writer:
             )
             return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
         if name in ("deepseek-v3", "deepseek-v3.1"):
-            call, end, sep = (f"<{BAR}tool{SPACE}{word}{BAR}>" for word in (f"call{SPACE}begin", f"call{SPACE}end", "sep"))
+            call, end, sep = (
+                f"<{BAR}tool{SPACE}{word}{BAR}>" for word in (f"call{SPACE}begin", f"call{SPACE}end", "sep")
+            )
             inner = "\n".join(
                 f"{call}function{sep}{each}\n```json\n{self.json(args)}\n```{end}"
                 if name == "deepseek-v3"
@@ -157,7 +159,9 @@ class Writer:
         written = self.json(arguments)
         if self.dice.random() < 0.1:
             written = json.dumps(written)
-        return f'{{"{names[0]}": "{self.dice.choice(["", "functions."])}{name}", "{self.dice.choice(keys)}": {written}}}'
+        return (
+            f'{{"{names[0]}": "{self.dice.choice(["", "functions."])}{name}", "{self.dice.choice(keys)}": {written}}}'
+        )
 
     def json(self, arguments: dict[str, Any]) -> str:
         """Arguments as JSON, as careless JSON or as a literal of Python."""
@@ -187,7 +191,11 @@ class Writer:
             elif kind == 5:
                 text = f"{self.word()}\n```\n{text}\n```\n{self.word()}"
             else:
-                text = text[:at] + self.dice.choice(["\n", " ", "'", "\\", "None", " w0w ", "<think>", "</think>"]) + text[at:]
+                text = (
+                    text[:at]
+                    + self.dice.choice(["\n", " ", "'", "\\", "None", " w0w ", "<think>", "</think>"])
+                    + text[at:]
+                )
         return text
 
 

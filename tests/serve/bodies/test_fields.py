@@ -107,7 +107,10 @@ def test_what_clients_send_to_every_route_is_taken_by_every_route(kind: type[Har
 
 
 def test_llama_vscodes_bodies() -> None:
-    ask = [{"role": "system", "content": "You are an expert coder."}, {"role": "user", "content": "Rename x to y: x = 1"}]
+    ask = [
+        {"role": "system", "content": "You are an expert coder."},
+        {"role": "user", "content": "Rename x to y: x = 1"},
+    ]
     edit = {
         "messages": ask, "stream": False, "cache_prompt": True, "samplers": "edkypmxt", "temperature": 0.8,
         "dynatemp_range": 0, "dynatemp_exponent": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "typical_p": 1,

@@ -53,7 +53,8 @@ def calls(name):
         "kimi-k2": f"Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{args}"
         "<|tool_call_end|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
         "<|tool_calls_section_end|>",
-        "minimax-m2": 'Ok.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">' + ARGUMENTS["city"]
+        "minimax-m2": 'Ok.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">'
+        + ARGUMENTS["city"]
         + '</parameter>\n<parameter name="days">3</parameter>\n<parameter name="where">{"x": 1.5}</parameter>\n</invoke>\n'
         '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
         "deepseek-v3.2": f'Ok.\n\n<{DSML}function_calls>\n<{DSML}invoke name="weather">\n'

@@ -34,8 +34,14 @@ def test_nothing_is_lost_and_calls_are_typed(name):
 PLAIN = {
     "hermes": (r"<tool_call>\s*(.*?)\s*</tool_call>", lambda found: json.loads(found[1])),
     "mistral-args": (r"\[TOOL_CALLS\](\w+)\[ARGS\](.*?)(?=\[TOOL_CALLS\]|$)", None),
-    "kimi-k2": (r"<\|tool_call_begin\|>functions\.(\w+):\d+<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>", None),
-    "glm": (r"<tool_call>(\w+)\n(.*?)</tool_call>", re.compile(r"<arg_key>(.*?)</arg_key>\n<arg_value>(.*?)</arg_value>", re.S)),
+    "kimi-k2": (
+        r"<\|tool_call_begin\|>functions\.(\w+):\d+<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
+        None,
+    ),
+    "glm": (
+        r"<tool_call>(\w+)\n(.*?)</tool_call>",
+        re.compile(r"<arg_key>(.*?)</arg_key>\n<arg_value>(.*?)</arg_value>", re.S),
+    ),
 }
 """A plain reader of whole replies: what is a call, and its object, or its arguments in pairs."""
 
@@ -50,12 +56,17 @@ def test_a_plain_reader_finds_the_same(name):
             for found in re.finditer(pattern, made.written, re.S):
                 if callable(inner):
                     value = inner(found)
-                    plain.append((value["name"].removeprefix("functions."), value.get("arguments", value.get("parameters"))))
+                    plain.append(
+                        (value["name"].removeprefix("functions."), value.get("arguments", value.get("parameters")))
+                    )
                 elif inner is None:
                     plain.append((found[1], json.loads(found[2])))
                 else:
                     schema = written.TOOLS[found[1]]
-                    pairs = {key: from_text(value, schema["properties"][key], schema) for key, value in inner.findall(found[2])}
+                    pairs = {
+                        key: from_text(value, schema["properties"][key], schema)
+                        for key, value in inner.findall(found[2])
+                    }
                     plain.append((found[1], {key: json.loads(value) for key, value in pairs.items()}))
         except ValueError:  # a literal of Python, which the plain reader cannot read
             continue
@@ -63,7 +74,9 @@ def test_a_plain_reader_finds_the_same(name):
         assert read(name, made.written, written.TOOLS, THINK)[2] == plain
 
 
-TOOL = {"f": {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}, "b": {"type": "boolean"}}}}
+TOOL = {
+    "f": {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}, "b": {"type": "boolean"}}}
+}
 CALL = '{"name": "f", "arguments": {"a": "x"}}'
 FORMS = [
     # What models write beside the documented form.
