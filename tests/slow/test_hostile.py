@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import httpx
 import pytest
-
 from benchmarks.hostile.probes import PROBES
 from benchmarks.hostile.under_test import KEYS
 from tests.benchmarks.test_serve import client_of, service
