@@ -62,9 +62,7 @@ def attack(plan: Plan, stop: threading.Event) -> Seen:
     """Do what `plan` says until `stop` is set."""
     found = Seen()
     dice = random.Random(plan.seed)
-    client = Client(
-        plan.url, plan.key, plan.other, seed=plan.seed, hold=plan.hold, links=plan.links, stop=stop
-    )  # fmt: skip
+    client = Client(plan.url, plan.key, plan.other, seed=plan.seed, hold=plan.hold, links=plan.links, stop=stop)
     while not stop.is_set():
         name = dice.choice(plan.probes)
         seen, problem = PROBES[name].once(client)
