@@ -48,11 +48,6 @@ def engines_over(model: OneModel, decodes: Mapping[str, DecodeConfig]) -> dict[s
     return {name: Engine(model.loaded, decode, model.options) for name, decode in decodes.items()}
 
 
-def switch(engine: Engine, decode: DecodeConfig) -> None:
-    """Decode under `decode` from now on, with empty draft indexes."""
-    engine.configure(decode)
-
-
 def plain() -> DecodeConfig:
     """Autoregressive decoding of one request."""
     return DecodeConfig.autoregressive(max_batch_size=1)
@@ -142,7 +137,7 @@ def count_steps(
     advance: Callable[[], None],
 ) -> tuple[DecodeStats, RankCounter]:
     """Complete `prompts` one by one, as `num_ranks` ranks of these sizes would."""
-    switch(engine, decode.for_one_rank(num_ranks))
+    engine.configure(decode.for_one_rank(num_ranks))
     total, counter = DecodeStats(), RankCounter(num_ranks, decode.resolved(num_ranks).owned_capacity(num_ranks))
     engine.hooks = counter
     try:

@@ -83,7 +83,7 @@ def sample(process: psutil.Process) -> Sample:
     for each in (process, *process.children(recursive=True)):
         try:
             if each is process or RANK in " ".join(each.cmdline()):
-                megabytes[each.pid] = each.memory_info().rss / 2**20
+                megabytes[each.pid] = round(each.memory_info().rss / 2**20, 1)
                 files[each.pid] = each.num_fds()
         except psutil.Error:  # it has just ended
             continue
@@ -140,7 +140,19 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
             with progress(console, round(seconds), "soaking") as advance:
                 samples = watch(process, 0.1 * seconds, options.sample, advance)
                 attacked_at = time.monotonic()
-                attacks = [Attack(plan(options, service.url, probes, number)) for number in range(options.hostile)]
+                attacks = [
+                    Attack(
+                        Plan(
+                            url=service.url,
+                            key=KEYS[0],
+                            other=KEYS[1],
+                            probes=probes,
+                            seed=f"{options.seed} bad {number}",
+                            pause=options.pause,
+                        )
+                    )
+                    for number in range(options.hostile)
+                ]
                 samples += watch(process, 0.9 * seconds, options.sample, advance)
             ended_at = time.monotonic()
             stop.set()
@@ -166,12 +178,6 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
     problems += [written[written.index("Traceback") :][:2000]] if "Traceback" in written else []
     found = verdict(options, tally, seen, samples, after, held, problems, console)
     return {**found, **side, "exit_code": code}
-
-
-def plan(options: SoakOptions, url: str, probes: Sequence[str], number: int) -> Plan:
-    """What a hostile client does."""
-    seed = f"{options.seed} bad {number}"
-    return Plan(url=url, key=KEYS[0], other=KEYS[1], probes=probes, seed=seed, pause=options.pause)
 
 
 def limits_broken(options: SoakOptions, side: dict[str, Any]) -> list[str]:
@@ -230,7 +236,7 @@ def verdict(
         "status_5xx": sum(each.get(status, 0) for each in found.values() for status in bad),
         "leaks": leaks,
         "hostile": found,
-        "memory_mb": {"first": _rounded(samples[0].megabytes), "last": _rounded(samples[-1].megabytes),
+        "memory_mb": {"first": samples[0].megabytes, "last": samples[-1].megabytes,
                       "growth": memory},
         "files": {"first": samples[0].files, "busy_growth": files, "last": after.files},
         "num_failed": len(problems),
@@ -245,10 +251,6 @@ def all_seen(seen: Sequence[Seen]) -> dict[str, dict[str, int]]:
         for name, counts in each.seen.items():
             found.setdefault(name, Counter()).update(counts)
     return {name: dict(found[name]) for name in sorted(found)}
-
-
-def _rounded(values: dict[int, float]) -> dict[int, float]:
-    return {pid: round(value, 1) for pid, value in values.items()}
 
 
 def main() -> int:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.engines import switch
 from benchmarks.gpu.parts import Sizes, measured, median_ms, wait
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.inputs import Row
@@ -183,7 +182,7 @@ def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     result: dict[str, Any] = {"attention": engine.model.attention, "tokens": tokens}
     texts: dict[str, list[list[int]]] = {}
     for name, decode in (("plain", DecodeConfig.autoregressive(max_batch_size=1)), ("lookahead", lookahead)):
-        switch(engine, decode)
+        engine.configure(decode)
         for kind, temperature in (("greedy", 0.0), ("sampled", 0.8)):
             params = SamplingParams(
                 max_new_tokens=tokens, temperature=temperature, top_p=0.95 if temperature else 1.0, ignore_eos=True

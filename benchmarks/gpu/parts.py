@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engines import plain, stock_generate, switch
+from benchmarks.engines import plain, stock_generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.core.step_times import KNOTS
 from lpr.model.capture import CudaCapturer
@@ -173,7 +173,7 @@ def end_to_end(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
         settings["auto"] = DecodeConfig(max_batch_size=1)
         engine = bundled(settings["auto"], device, graphs=graphs)
         for name, decode in settings.items():
-            switch(engine, decode)
+            engine.configure(decode)
             numbers: list[tuple[int, int]] = []
 
             def complete(prompt: list[int], engine: Engine = engine, numbers: Any = numbers) -> int:

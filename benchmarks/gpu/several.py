@@ -24,8 +24,7 @@ from tests.fakes.prompts import PROMPTS
 GATHERED_WORDS = (64, 1024, 16384)
 """Payloads of a timed gather, in int32 words: those of a token each, of a tree, and of a batch of trees."""
 NUM_GATHERS = 50
-ROOT = Path(__file__).parents[2]
-GRACE = 40.0
+ROOT, GRACE = Path(__file__).parents[2], 40.0
 
 
 def ranks(

@@ -1,7 +1,4 @@
-"""Hostile clients in processes of their own: `Attack` starts one, and this module is its program.
-
-They run at nice 10: other machines would do their work.
-"""
+"""Hostile clients in processes of their own: `Attack` starts one, and this module is its program."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ class Plan:
     seed: str = ""
     pause: float = 0.0  # Mean seconds between two of them.
     hold: float = 3.0  # Seconds that idle connections stay open.
-    links: int = 1100  # The number of these.
 
 
 @dataclass
@@ -62,9 +58,7 @@ def attack(plan: Plan, stop: threading.Event) -> Seen:
     """Do what `plan` says until `stop` is set."""
     found = Seen()
     dice = random.Random(plan.seed)
-    client = Client(
-        plan.url, plan.key, plan.other, seed=plan.seed, hold=plan.hold, links=plan.links, stop=stop
-    )  # fmt: skip
+    client = Client(plan.url, plan.key, plan.other, seed=plan.seed, hold=plan.hold, stop=stop)
     while not stop.is_set():
         name = dice.choice(plan.probes)
         seen, problem = PROBES[name].once(client)

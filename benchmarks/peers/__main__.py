@@ -149,15 +149,10 @@ def found_before(options: PeersOptions, facts: dict[str, Any]) -> dict[str, Any]
 def read_rows(options: PeersOptions) -> dict[str, Any]:
     """The result file; raises InputError for a file that is no result of `run`."""
     found: Any = read_json(str(options.output))
-    if not isinstance(found, dict) or missing_keys(found):
+    wanted = {"rows", "wall_clock", "first_prompt", "num_prompts", "data", "max_new_tokens"}
+    if not isinstance(found, dict) or wanted - set(found):
         raise InputError(f"{options.output} is no result of benchmarks.peers run")
     return found
-
-
-def missing_keys(found: dict[str, Any]) -> set[str]:
-    """What a result of `run` has and `found` lacks."""
-    wanted = {"rows", "wall_clock", "first_prompt", "num_prompts", "data", "max_new_tokens"}
-    return wanted - set(found)
 
 
 def measure(options: PeersOptions, console: Console) -> dict[str, Any]:

@@ -54,8 +54,8 @@ def make(folder: Path, output: Path) -> list[str]:
     if not results:
         raise InputError(f"{folder} has no result files (*.json); the other benchmarks write them with --output")
     report = Report(results)
-    name = folder.name if folder.is_absolute() else str(folder)
-    files = {"index.html": report.html(name).encode(), **report.pictures}
+    page = report.html(folder.name if folder.is_absolute() else str(folder))
+    files = {"index.html": page.encode(), **report.pictures}
     try:
         output.mkdir(parents=True, exist_ok=True)
         for file, data in files.items():

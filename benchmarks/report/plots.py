@@ -13,9 +13,7 @@ from matplotlib.ticker import NullLocator
 
 from benchmarks.report.parts import Bars, Lines
 
-WIDTH = 8.0
-"""Inches."""
-DPI = 150
+WIDTH, DPI = 8.0, 150  # inches
 MARKERS = "osD^vP"
 COLORS = ("#0072b2", "#d55e00", "#008560", "#b0568d", "#c98a00", "#56b4e9")
 SETTINGS: dict[str, Any] = {

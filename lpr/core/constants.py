@@ -177,7 +177,7 @@ _GREEDY = _Fit(
         Source.SHARED_TRIE + SEVERAL: -0.55,
     },
 )
-# Fitted on texts of SmolLM2-135M-Instruct at temperature 0.8 (16 ClassEval tasks, commit cacb7da: benchmarks/record.py), with the noise in
+# Fitted on texts of SmolLM2-135M-Instruct at temperature 0.8 (16 ClassEval tasks), with the noise in
 # the odds and the fit above as the prior.
 _SAMPLED = _Fit(
     levels=(

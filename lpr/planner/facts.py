@@ -319,7 +319,7 @@ def package_file(name: str) -> Path:
 
 
 def measured_values() -> Any:
-    """Measured acceptance and host times, which predictions start from (benchmarks.measured writes them)."""
+    """Measured acceptance and host times, which predictions start from (`source` in it names the commits)."""
     return json.loads(package_file("measured.json").read_text(encoding="utf-8"))
 
 
