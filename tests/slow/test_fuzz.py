@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -224,7 +224,7 @@ class Soak:
                 self.ask()
             if self.mode.disturbed and self.dice.random() < 0.05 and self.running:
                 victim = self.dice.choice(list(self.running))
-                hooks.action = self.dice.choice((lambda: self.engine.abort(victim), lambda: self.submit()))
+                hooks.action = self.dice.choice((partial(self.engine.abort, victim), self.submit))
                 self.counts["calls in steps"] += 1
             with self.disturbed(hooks):
                 if self.running and self.dice.random() < 0.02:
