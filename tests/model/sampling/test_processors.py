@@ -366,10 +366,7 @@ def test_min_new_tokens_and_stop_token_ids(model: PreTrainedModel) -> None:
     ("arguments", "message"),
     [
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be float >= 1e-38"),
-        *(
-            ({"temperature": value}, rf"temperature={value} must be 0 or from 1e-38 to 1e\+38")
-            for value in (9e-39, 5e-324)
-        ),
+        *(({"temperature": value}, rf"temperature={value} must be 0 or from 1e-38 to 1e\+38") for value in (9e-39, 5e-324)),
         *(({"temperature": value}, "temperature=") for value in (1.1e38, 1e300, math.inf, math.nan, -1e-300)),
         *(({name: 1.1e38}, name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
         *(({name: math.nan}, name) for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty")),
@@ -425,7 +422,7 @@ def failing_at(length: int, how: str) -> Processor:
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_failing_processor_ends_its_request_only(
-    model: PreTrainedModel, how: str, message: str, num_ranks: int
+    model: PreTrainedModel, how: str, message: str, num_ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = [stock_greedy(model, prompt, 30) for prompt in PROMPTS]
 
@@ -444,7 +441,9 @@ def test_a_failing_processor_ends_its_request_only(
         assert done[0].token_ids == expected[0][:17]
         assert [each.token_ids for each in done[1:]] == expected[1:]
         assert done[0].error and "\n" not in done[0].error and done[1].error is None
+        assert re.search(f"{message}|^a logits processor failed on rank [01], whose log says how$", done[0].error)
     assert any(re.search(message, done[0].error or "") for done in ranks), [done[0].error for done in ranks]
+    assert bool(re.search(message, caplog.text)) == (num_ranks > 1), "a service shows what the driver's rank knows"
 
 
 def broken_engine(model: PreTrainedModel, token: int, comm: ThreadComm, attention: str = "auto") -> Engine:
@@ -540,9 +539,7 @@ def test_nan_ends_its_request_only(model: PreTrainedModel, num_ranks: int, tempe
         kept = clean[0][: clean[0].index(token) + 1]
         assert [each.token_ids for each in done] == [[], kept, clean[1], clean[2], clean[1]]
         assert done[0].error == "the model's logits for output token 1 are not numbers (NaN), or all -inf"
-        assert (
-            done[1].error == f"the model's logits for output token {len(kept) + 1} are not numbers (NaN), or all -inf"
-        )
+        assert done[1].error == f"the model's logits for output token {len(kept) + 1} are not numbers (NaN), or all -inf"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
