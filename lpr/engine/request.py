@@ -364,7 +364,7 @@ class Request:
         else:
             owner = [concluded.path[-1] in shard.owned for shard in concluded.shards].index(True)
             known = self.processors.failure if self.processors is not None else None
-            if known is not None:  # rank 0's clients and users do not see what another rank knows
+            if known is not None and len(concluded.shards) > 1:  # what another rank knows does not reach rank 0's users
                 log.warning("request %s: %s", self.id, known)
             self.error = known or f"a logits processor failed on rank {owner}, whose log says how"
         self.finish_reason = "error"

@@ -425,7 +425,7 @@ def failing_at(length: int, how: str) -> Processor:
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_failing_processor_ends_its_request_only(
-    model: PreTrainedModel, how: str, message: str, num_ranks: int
+    model: PreTrainedModel, how: str, message: str, num_ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = [stock_greedy(model, prompt, 30) for prompt in PROMPTS]
 
@@ -444,7 +444,9 @@ def test_a_failing_processor_ends_its_request_only(
         assert done[0].token_ids == expected[0][:17]
         assert [each.token_ids for each in done[1:]] == expected[1:]
         assert done[0].error and "\n" not in done[0].error and done[1].error is None
+        assert re.search(f"{message}|^a logits processor failed on rank [01], whose log says how$", done[0].error)
     assert any(re.search(message, done[0].error or "") for done in ranks), [done[0].error for done in ranks]
+    assert bool(re.search(message, caplog.text)) == (num_ranks > 1), "a service shows what the driver's rank knows"
 
 
 def broken_engine(model: PreTrainedModel, token: int, comm: ThreadComm, attention: str = "auto") -> Engine:
