@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
 from transformers import PreTrainedModel
 
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from tests.fakes.models import tiny_model
 
 DECODE = DecodeConfig(window_size=3, ngram_size=3, guess_set_size=3, trie_nodes=16, max_batch_size=4, kv_tokens=2000)
 PROMPTS = [[(k * 7 + 3 * i * i + i) % 97 for i in range(30)] for k in range(3)]

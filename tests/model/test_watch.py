@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
 from torch import nn
 from transformers import PreTrainedModel
 
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from tests.fakes.models import tiny_model
 
 DECODE = DecodeConfig(window_size=0, trie_nodes=16, max_batch_size=4, kv_tokens=2000)
 PROMPT = [(7 * i + 3 * i * i) % 97 for i in range(40)]

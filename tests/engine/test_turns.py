@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
 from transformers import PreTrainedModel
 
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.hooks import StepHooks
 from lpr.engine.turns import Turns
+from tests.fakes.models import tiny_model
 
 DECODE = DecodeConfig(window_size=0, trie_nodes=16, max_batch_size=4, kv_tokens=2000)
 PROMPTS = [[(k * 7 + 3 * i * i + i) % 97 for i in range(30)] for k in range(8)]
