@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fakes.kernel_counts import count
 from lpr.model.compiled import CompiledForward
 from lpr.model.inputs import Row
 from lpr.model.paged_cache import PagedCache
@@ -23,6 +22,7 @@ from lpr.model.step_inputs import current_step
 from lpr.planner.facts import facts_of
 from lpr.planner.footprint import tp_traffic
 from lpr.planner.launches import step_launches
+from tests.fakes.kernel_counts import count
 from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import guard
 from tests.model.test_compiled import (
