@@ -1,12 +1,13 @@
-"""The long tests of tests/benchmarks/test_serve.py."""
+"""The long tests of tests/benchmarks/test_soak.py."""
 
 from __future__ import annotations
 
 import httpx
 import pytest
-from benchmarks.hostile.probes import PROBES
-from benchmarks.hostile.under_test import KEYS
-from tests.benchmarks.test_serve import client_of, service
+
+from benchmarks.hostile.neighbours import KEYS
+from tests.benchmarks.test_soak import client_of, service
+from tests.fakes.hostile.probes import PROBES
 
 
 @pytest.mark.parametrize("name", [name for name, each in PROBES.items() if not each.is_keyless])

@@ -16,8 +16,6 @@ def test_the_repositorys_own_results_can_be_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plots, "DPI", 40)
-    one_theme = lambda panels, theme: plots.png(panels, theme) if theme is plots.LIGHT else b""  # noqa: E731
-    monkeypatch.setattr("benchmarks.report.page.png", one_theme)
     assert main(["--results", str(RESULTS), "--output", str(tmp_path)]) == 0
     text = text_of((tmp_path / "index.html").read_text())
     for path in RESULTS.glob("*.json"):
