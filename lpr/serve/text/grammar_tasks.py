@@ -54,7 +54,8 @@ TASKS = {"compile_grammar": compile_grammar}
 
 def _unusable(problem: str) -> ApiError:
     line = first_line(problem) if problem.strip() else "it cannot be read"
-    line = "no text satisfies it" if line == "NoExtensionBias" else line  # llguidance's name of this end
+    if line == "NoExtensionBias" or line.endswith("schema is false"):  # llguidance's names of this end
+        line = "no text satisfies it"
     return ApiError(ErrorCode.BAD_REQUEST, line[:300])
 
 

@@ -113,10 +113,13 @@ class Reader:
         A call that the end leaves incomplete when some of it was shown has its arguments closed, so that they are
         JSON. Those of a reply that was `cut` by its limit stay open: no client takes them for complete.
         """
-        if self._tries or (self._is_showing and self._argued < self._base + self._at):
-            self._past.append(self._text[: self._at])
-        else:
+        needed = min([self._base + self._at, *(each.begin for each in self._tries)])
+        if self._is_showing:
+            needed = min(needed, self._argued)
+        if needed >= self._base:
             self._past.clear()
+        if needed < self._base + self._at:
+            self._past.append(self._text[: self._at])
         self._text, self._base, self._at = self._text[self._at :] + text, self._base + self._at, 0
         self._ended = last
         next(self._parsing, None)
@@ -217,7 +220,9 @@ class Reader:
             parts.append(self._past.pop())
             self._base -= len(parts[-1])
         if parts:
-            self._text = "".join(reversed(parts)) + self._text
+            taken, size = "".join(reversed(parts)), place - self._base
+            self._past.append(taken[:size])
+            self._text, self._base = taken[size:] + self._text, place
         self._at = place - self._base
 
     def show(self) -> None:
