@@ -317,6 +317,8 @@ class Request:
         self.state = None
         if self._is_over:
             return
+        for chunk in self._unwritten:  # their text is lost
+            chunk.text, chunk.start_character = "", self._num_characters
         self._outcomes.clear()
         self._unwritten.clear()
         del self.tokens[self.num_prompt + self._num_added :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
 from collections.abc import Callable
 from functools import partial
@@ -222,6 +223,22 @@ def test_a_text_is_never_wrong_after_an_interrupt(model: PreTrainedModel, expect
             engine.step()
             request.take()
     assert_right(engine, expected)
+
+
+def test_chunks_without_text_say_where_they_begin(model: PreTrainedModel) -> None:
+    """The step before an exception has added chunks whose text is not made yet, and is lost."""
+    engine = Engine.from_model(model, Slow(), decode=DECODE)
+    request = engine.submit(PROMPTS[1], PARAMS[1])
+    while request.num_output < 5:
+        engine.step()
+    chunks = request.take()
+    engine.hooks = Raising("end", ValueError("of a hook"), after=1)
+    with pytest.raises(ValueError, match="of a hook"):
+        engine.step()
+    chunks += request.take()
+    for before, after in itertools.pairwise(chunks):
+        assert after.start_character == before.start_character + len(before.text)
+    assert request.completion().text == "".join(chunk.text for chunk in chunks)
 
 
 # Commands.

@@ -311,8 +311,10 @@ def compare(found: Completion, wanted: Completion, chunks: list[Chunk], params: 
         assert wanted.text[start:].startswith(text), "the text of one that was ended"
     else:
         assert found.token_ids == wanted.token_ids, f"ids {found.token_ids} are not {wanted.token_ids}"
-        seen = found.text, found.finish_reason, found.error
-        assert seen == (wanted.text, wanted.finish_reason, wanted.error), seen
+        seen = found.text, found.finish_reason
+        assert seen == (wanted.text, wanted.finish_reason), seen
+        elsewhere = (found.error or "").startswith("a logits processor failed on rank")
+        assert found.error == wanted.error or (elsewhere and wanted.error), found.error
         assert found.text.endswith(text), "the text of the chunks"
     assert ids == found.token_ids[delivered:] or (not chunks and not ids), "ids of the chunks"
     for before, after in itertools.pairwise(chunks):
