@@ -20,6 +20,7 @@ from lpr.serve.api import middleware
 from lpr.serve.bodies.completions import ResponseFormat
 from lpr.serve.connections import KINDS, SECONDS, Waits
 from lpr.serve.errors import ApiError
+from lpr.serve.sandbox import sandbox
 from lpr.serve.text.grammars import Grammars
 
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -468,12 +469,16 @@ LARGE = "\n".join(
 )
 
 
+def compiler():
+    return sandbox("lpr.serve.text.grammar_tasks", limits.GRAMMAR_TIME, limits.GRAMMAR_MEMORY)
+
+
 def why_refused(**changed):
     """Why a large grammar is refused under other limits."""
     with pytest.MonkeyPatch.context() as patch:
         for name, most in changed.items():
             patch.setattr(limits, name, getattr(limits, name)._replace(most=most))
-        grammars = Grammars()
+        grammars = Grammars(compiler())
 
     async def compiled():
         try:

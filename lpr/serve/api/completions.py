@@ -43,7 +43,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     wanted: list[Wanted] = []
     if body.max_tokens != 0:
         rooms = [served.room(body, len(ids), body.max_tokens) for ids in prompts]
-        grammar = await context.grammar(request.receive, body.response_format)
+        grammar = await context.grammar(request, body.response_format)
         wanted = await aside(request, _wanted, served, body, given, prompts, rooms, grammar)
     name = context.name(request, "cmpl", body.request_id)
     form = _CompletionForm(served, body, name, prompts, echoes)

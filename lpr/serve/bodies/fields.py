@@ -40,14 +40,19 @@ def _num_entries(given: Any) -> int:
     return len(given) if isinstance(given, dict) else 0
 
 
-def _num_values(given: Any, most: int = limits.TEMPLATE_VALUES.most) -> int:
-    """Values within JSON, counted until they are more than `most`; raises ValueError for a number that is too large."""
+def num_values(given: Any, most: int = limits.TEMPLATE_VALUES.most, are_small: bool = True) -> int:
+    """Values within JSON, counted until they are more than `most`.
+
+    Raises ValueError for a number that is too large, if they are to be small.
+    """
     level, count = [given], 0
     while level and count <= most:
         each = level.pop()
         count += 1
         if isinstance(each, (dict, list)):
             level += each.values() if isinstance(each, dict) else each
+        elif not are_small:
+            continue
         elif not isfinite(each) if isinstance(each, float) else isinstance(each, int) and each.bit_length() > 64:
             raise ValueError("a number is not finite, or an integer has more than 64 bits")
     return count
@@ -68,7 +73,11 @@ def _num_parts(given: Any) -> int:
 
 
 def _num_tool_values(given: Any) -> int:
-    return _num_values(given, limits.TOOL_VALUES.most)
+    return num_values(given, limits.TOOL_VALUES.most)
+
+
+def _num_call_values(given: Any) -> int:
+    return num_values(given, limits.CALL_VALUES.most, are_small=False)
 
 
 def by_type(default: str = "") -> Discriminator:
@@ -111,10 +120,11 @@ Label = Annotated[str, StringConstraints(max_length=limits.LABEL.most)]
 Names = Annotated[Few[Label], Field(max_length=limits.FIELDS.most)]
 Bias = dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
 LogitBias = Annotated[Bias, _at_most(limits.LOGIT_BIAS.most, _num_entries, "tokens")] | None
-few_values = _at_most(limits.TEMPLATE_VALUES.most, _num_values, "values")
+few_values = _at_most(limits.TEMPLATE_VALUES.most, num_values, "values")
 few_ids = _at_most(limits.IDS.most, _num_ids, "token ids")
 few_parts = _at_most(limits.MESSAGES.most, _num_parts, "messages and parts")
 few_tool_values = _at_most(limits.TOOL_VALUES.most, _num_tool_values, "values")
+few_call_values = _at_most(limits.CALL_VALUES.most, _num_call_values, "values")
 Ignored = Annotated[Any, few_values]
 """A field without effect."""
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -147,5 +157,5 @@ class Resumable(Body):
 
     seed: Seed = None
     return_token_ids: bool | None = None
-    delivered_token_ids: Annotated[list[TokenId], Field(max_length=limits.DELIVERED.most)] | None = None
+    delivered_token_ids: Annotated[Few[TokenId], Field(max_length=limits.DELIVERED.most)] | None = None
     """Output ids that came before a stream broke off: the answer goes on after them. Needs `seed` or temperature 0."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -11,12 +10,13 @@ from typing import Any
 from lpr.config import InputError, SamplingParams
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
-from lpr.serve.bodies.completions import ChatBody, Message, NamedChoice, Sampling, TokenizeBody, joined
+from lpr.serve.bodies.completions import ChatBody, NamedChoice, Sampling, TokenizeBody
 from lpr.serve.errors import ApiError, bad, too_long
 from lpr.serve.jobs import Wanted
 from lpr.serve.messages import Facts
 from lpr.serve.text.calls import NAMES
-from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates, TemplateError, render_prompt
+from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates, TemplateError
+from lpr.serve.text.conversation import prompt_of
 from lpr.serve.text.fim import Filler, filler
 from lpr.serve.text.replies import Family, Replies
 from lpr.serve.text.tokens import Tokens
@@ -99,30 +99,15 @@ class Served:
             raise too_long(f"{len(text)} characters, which are at least {least} tokens,", self.facts.max_length, param)
         return least
 
-    def conversation(self, body: ChatBody | TokenizeBody) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The messages and variables for the model's template; raises ApiError."""
-        if not self.templates:
-            message = "messages: the model has no chat template; use /v1/completions"
-            raise bad("messages", message, ErrorCode.NO_CHAT_TEMPLATE)
-        given: dict[str, Any] = getattr(body, "chat_template_kwargs", None) or {}
-        for name in self.templates.reserved & set(given):
-            raise bad("chat_template_kwargs", f"chat_template_kwargs: {name!r} is not free to be set")
-        variables = {"add_generation_prompt": body.add_generation_prompt, **given}
-        if body.continue_final_message:
-            variables["add_generation_prompt"] = False
-        if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
-            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        return [_plain(message) for message in body.messages or ()], variables
-
     @property
     def most_characters(self) -> int:
         """Characters that a prompt can have."""
         lengths = self.tokens.lengths
         return MOST_RENDERED if lengths is None else limits.CONTEXT.most * lengths.longest * self.facts.max_length
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def chat_text(self, body: ChatBody | TokenizeBody) -> str:
         """The text of a conversation; raises ApiError if the model's template refuses it, or if it is too long."""
-        return render_prompt(self.templates, messages, variables, self.most_characters)
+        return prompt_of(self.templates, body, self.most_characters)
 
     def replies(self, body: ChatBody, prompt: str) -> Replies:
         """How the replies to a conversation are read; raises ApiError for tools that cannot be called."""
@@ -164,12 +149,6 @@ class Served:
 
     def chat_ids(self, text: str, body: ChatBody | TokenizeBody) -> list[int]:
         """The prompt of a conversation's text; raises ApiError."""
-        if body.continue_final_message and body.messages is not None:
-            final = str(_plain(body.messages[-1]).get("content") or "").strip()
-            end = text.rfind(final)
-            if not final or end < 0:
-                raise bad("continue_final_message", "continue_final_message: the last message has no text to continue")
-            text = text[: end + len(final)]
         self.check_length(text, "messages")
         ids = self.tokens.encode(text, bool(body.add_special_tokens))
         if not ids:
@@ -278,22 +257,3 @@ def spread(
 def fresh_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(32)
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it."""
-    content = joined(message.content) if message.content is not None else None
-    plain = message.model_dump(exclude_none=True, exclude={"content"})
-    for call in plain.get("tool_calls", ()):
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-    empty = None if plain.get("tool_calls") else ""
-    return {**plain, "content": content if content is not None else empty}
-
-
-def _arguments(text: str) -> Any:
-    """The arguments of a call as templates take them: an object, if they are one."""
-    try:
-        value = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
