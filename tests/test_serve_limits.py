@@ -21,6 +21,7 @@ from lpr.serve.bodies.completions import ResponseFormat
 from lpr.serve.connections import KINDS, SECONDS, Waits
 from lpr.serve.errors import ApiError
 from lpr.serve.sandbox import sandbox
+from lpr.serve.text import conversation
 from lpr.serve.text.grammars import Grammars
 
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -531,6 +532,22 @@ def test_aside(service):
         patch.setattr(limits, "ASIDE", limits.ASIDE._replace(most=0))
         body = json.dumps({"prompt": "a"}).encode() + b" " * 20_000
         assert "wait" in post(service, "/v1/completions", body, 429)
+
+
+def test_aside_bytes():
+    """See test_serve_turns.test_only_the_greedy_key_is_refused."""
+    assert limits.ASIDE_BYTES.most >= 2 * limits.BODY.most
+
+
+def test_processes():
+    """See test_serve_turns.test_of_several_keys_none_has_all_workers."""
+    with served(connect=False) as service:
+        assert len(service.front.context.checks._workers) == limits.PROCESSES.most > 1
+
+
+def test_call_values():
+    """See test_serve_sandbox.test_json_within_json_is_counted."""
+    assert conversation.num_values([[]] * limits.CALL_VALUES.most, limits.CALL_VALUES.most) > limits.CALL_VALUES.most
 
 
 def test_body(service):

@@ -1,14 +1,23 @@
 """Turns at a few workers: shares of keys, room, and tasks whose callers have gone."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from lpr.serve import limits
+from lpr.serve import limits, turns
 from lpr.serve.errors import ApiError
 from lpr.serve.turns import Turns
 
 TWO = {"a": 1.0, "b": 1.0}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes by `clock.now += seconds` alone."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
 
 
 class Work:
@@ -28,8 +37,7 @@ class Work:
 
         return asyncio.create_task(self.turns.run(key, size, work))
 
-    async def end(self, name, seconds=0.0):
-        await asyncio.sleep(seconds)
+    async def end(self, name):
         self.ends[name].set()
         await settle()
 
@@ -39,7 +47,7 @@ async def settle():
         await asyncio.sleep(0)
 
 
-def test_the_key_that_has_used_least_for_its_weight_goes_first():
+def test_the_key_that_has_used_least_for_its_weight_goes_first(clock):
     async def main():
         work = Work(1, {"a": 3.0, "b": 1.0})
         for number in range(8):
@@ -47,23 +55,26 @@ def test_the_key_that_has_used_least_for_its_weight_goes_first():
             work.ask(f"b{number}", "b")
         await settle()
         for _ in range(8):
-            await work.end(work.begun[-1], 0.02)
+            clock.now += 1
+            await work.end(work.begun[-1])
         assert sum(name[0] == "a" for name in work.begun[:8]) == 6, work.begun
 
     asyncio.run(main())
 
 
-def test_a_key_that_comes_later_has_no_claim_to_the_time_before():
+def test_a_key_that_comes_later_has_no_claim_to_the_time_before(clock):
     async def main():
         work = Work(1, TWO)
         for number in range(4):
             work.ask(f"a{number}", "a")
             await settle()
-            await work.end(f"a{number}", 0.02)
+            clock.now += 1
+            await work.end(f"a{number}")
         work.ask("a4", "a"), work.ask("a5", "a"), work.ask("b0", "b"), work.ask("b1", "b")
         await settle()
         for _ in range(3):
-            await work.end(work.begun[-1], 0.02)
+            clock.now += 1
+            await work.end(work.begun[-1])
         assert work.begun[4:] == ["a4", "b0", "a5", "b1"]
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -100,22 +101,20 @@ class Turns:
             self._waiting.remove(task)
             running = asyncio.get_running_loop().create_task(self._work(task))
             self._running[running] = task
-            running.add_done_callback(self._ended)
 
     async def _work(self, task: _Task) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        result, failure, began = None, None, time.monotonic()
         try:
             result = await task.work()
-            if not task.done.done():
-                task.done.set_result(result)
-        except Exception as failure:
-            if not task.done.done():
-                task.done.set_exception(failure)
+        except Exception as raised:
+            failure = raised
         finally:
-            self._used[task.key] += (loop.time() - began) / self._weight(task.key)
-            task.done.cancel()
-
-    def _ended(self, running: asyncio.Task[None]) -> None:
-        del self._running[running]
-        self._begin()
+            self._used[task.key] += (time.monotonic() - began) / self._weight(task.key)
+            self._running = {running: other for running, other in self._running.items() if other is not task}
+            self._begin()
+        if task.done.done():  # nobody waits for it
+            return
+        if failure is not None:
+            task.done.set_exception(failure)
+        else:
+            task.done.set_result(result)
