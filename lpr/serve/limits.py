@@ -33,6 +33,7 @@ HEAD_SECONDS = Limit("seconds until a connection's TLS handshake and head are co
 IDLE_SECONDS = Limit("seconds that a connection stays open between requests", 30, "closed")
 UNREAD_SECONDS = Limit("seconds that a client may leave its answer unread", 60, "closed")
 BODY_SECONDS = Limit("seconds until a body is complete", 30, "408")
+FRAMING = Limit("bytes around the chunks of a body, if they are more than an eighth of it", 2 << 10, "400")
 BODIES = Limit("bytes of all incomplete bodies", 128 << 20, "408 for the oldest")
 BODY = Limit("bytes of a body", 2 << 20, "413", "--max-body")
 CHOICES = Limit("`n`, `best_of` and prompts of one request", 128, "400")
@@ -70,6 +71,8 @@ KEY_REQUESTS = Limit("open requests of one key; 0: half of the room if there are
                      "--max-requests-per-key")  # fmt: skip
 KEY_TOKENS = Limit("prompt tokens of one key's waiting requests; 0: likewise, of --max-queued-tokens", 0, "429",
                    "--max-tokens-per-key")  # fmt: skip
+LOGPROBS = Limit("log-probabilities of an answer: tokens x (1 + those of others), echoed ones too", 1 << 19, "400")
+UNREAD = Limit("bytes of all streams that their clients leave unread", 64 << 20, "the longest ends")
 DELIVERED = Limit("ids of `delivered_token_ids`", 1 << 18, "400")
 PRIORITY = Limit("`priority`, either way", MOST_PRIORITY, "clamped")
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lpr.config import InputError
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
+from lpr.serve.connections import GONE
 from lpr.serve.errors import ApiError
 from lpr.serve.generation import DisconnectedError
 from lpr.serve.metrics import Metrics
@@ -145,6 +146,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         began = time.monotonic()
+        is_gone = scope.get("extensions", {}).get(GONE, bool)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         state = scope.setdefault("state", {})
         given = headers.get("x-request-id", "")
@@ -165,9 +167,13 @@ class Guard:
             self._check_host(headers.get("host"))
             state["key_name"] = self._check_key(scope, headers)
             _check_type(scope, headers)
+            if "transfer-encoding" in headers and "content-length" in headers:  # proxies may see another end of it
+                raise ApiError(ErrorCode.BAD_REQUEST, "a body has a Content-Length or a Transfer-Encoding, not both")
             if scope["method"] == "POST" and scope["path"] not in OPEN_PATHS:
                 receive = await self._with_body(scope, headers, receive)
                 is_read = True
+                if is_gone():
+                    return
             else:
                 receive = _without_body()
             await self._app(scope, receive, numbered)
