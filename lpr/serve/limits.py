@@ -74,6 +74,8 @@ KEY_TOKENS = Limit("prompt tokens of one key's waiting requests; 0: likewise, of
 LOGPROBS = Limit("log-probabilities of an answer: tokens x (1 + those of others), echoed ones too", 1 << 19, "400")
 UNREAD = Limit("bytes of all streams that their clients leave unread", 64 << 20, "the longest ends")
 DELIVERED = Limit("ids of `delivered_token_ids`", 1 << 18, "400")
+LOG = Limit("writes to stderr that wait for its reader", 1024, "dropped")
+LOGGED_PATH = Limit("characters of a path in the access log", 200, "cut off")
 PRIORITY = Limit("`priority`, either way", MOST_PRIORITY, "clamped")
 
 

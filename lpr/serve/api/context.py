@@ -116,6 +116,10 @@ class Context:
         turn = self._turns.run(key_name(request), size, lambda: loop.run_in_executor(self._pool, work))
         return await unless_gone(request.receive, turn)
 
+    async def in_thread(self, work: Callable[[], R]) -> R:
+        """Run `work` for an answer that is complete, however many requests wait for a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
     def ready(self) -> Served:
         """The served model; raises ApiError while there is none."""
         self.service.check_ready()

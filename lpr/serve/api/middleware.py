@@ -125,7 +125,9 @@ def _name(key: str) -> str:
 class Guard:
     """ASGI middleware: gives a request its id, checks host and key, reads its body, and logs the answer."""
 
-    def __init__(self, app: ASGIApp, args: ServeArgs, keys: Keys, replica: str, metrics: Metrics, parse: Parse) -> None:
+    def __init__(
+        self, app: ASGIApp, args: ServeArgs, keys: Keys, replica: str, metrics: Metrics | None, parse: Parse
+    ) -> None:
         """Guard `app` of the service that a router knows as `replica`; `parse` parses bodies."""
         self._parse = parse
         self._app = app
@@ -164,13 +166,9 @@ class Guard:
             await send(message)
 
         try:
-            self._check_host(headers.get("host"))
-            state["key_name"] = self._check_key(scope, headers)
-            _check_type(scope, headers)
-            if "transfer-encoding" in headers and "content-length" in headers:  # proxies may see another end of it
-                raise ApiError(ErrorCode.BAD_REQUEST, "a body has a Content-Length or a Transfer-Encoding, not both")
+            self.check(scope, headers)
             if scope["method"] == "POST" and scope["path"] not in OPEN_PATHS:
-                receive = await self._with_body(scope, headers, receive)
+                receive = await self.with_body(scope, headers, receive)
                 is_read = True
                 if is_gone():
                     return
@@ -181,9 +179,18 @@ class Guard:
             await failure.response(scope["path"])(scope, receive, numbered)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.answered(route, status)
+            if self._metrics is not None:
+                self._metrics.answered(route, status)
             if self._args.access_log and scope["path"] not in _UNLOGGED:
                 self._write(scope, state, status, time.monotonic() - began)
+
+    def check(self, scope: Scope, headers: Mapping[str, str]) -> None:
+        """Check all but the body, and note the name of the key; raises ApiError."""
+        self._check_host(headers.get("host"))
+        scope["state"]["key_name"] = self._check_key(scope, headers)
+        _check_type(scope, headers)
+        if "transfer-encoding" in headers and "content-length" in headers:  # proxies may see another end of it
+            raise ApiError(ErrorCode.BAD_REQUEST, "a body has a Content-Length or a Transfer-Encoding, not both")
 
     def _own_headers(self, state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:
         """Headers of every answer: the request's id, the replica, and the keys for routing by prefix."""
@@ -219,7 +226,7 @@ class Guard:
             raise ApiError(code, "give a valid key as Authorization: Bearer KEY")
         return name
 
-    async def _with_body(self, scope: Scope, headers: Mapping[str, str], receive: Receive) -> Receive:
+    async def with_body(self, scope: Scope, headers: Mapping[str, str], receive: Receive) -> Receive:
         """Read the whole body; returns a `receive` that gives it and then what follows. Raises ApiError."""
         limit, length = self._args.max_body, headers.get("content-length", "0")
         too_large = ApiError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than --max-body {limit} bytes")
@@ -276,7 +283,7 @@ class Guard:
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + "Z",
             "id": state["request_id"],
             "method": scope["method"],
-            "path": scope["path"],
+            "path": scope["path"][: limits.LOGGED_PATH.most],
             "status": status or 499,
             "ms": round(1e3 * seconds, 1),
             "key": state.get("key_name", ""),

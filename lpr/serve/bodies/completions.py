@@ -11,14 +11,15 @@ from pydantic import Field, StringConstraints, model_validator
 
 from lpr.serve import limits
 from lpr.serve.bodies.fields import (
-    INT64,
     Body,
     Choices,
     Few,
     FunctionName,
     Grammar,
+    Int,
     Label,
     LogitBias,
+    MaybeCount,
     MinP,
     Names,
     Natural,
@@ -120,7 +121,7 @@ class Sampling(Resumable):
     min_tokens: Natural = 0
     ignore_eos: bool = False
     stop_token_ids: StopIds = None
-    priority: Annotated[int, Field(ge=-INT64, lt=INT64)] = 0
+    priority: Int = 0
     """Lower is earlier. A request of priority p waits as one that arrived 10 p seconds later; beyond 10 counts as 10,
     so none starves. Requests of other keys are not passed: keys share by weight."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w.:-]+$")] | None = None
@@ -262,9 +263,9 @@ class ChatBody(Sampling):
     service_tier: Literal["auto", "default"] | None = None
 
     # llama.vim sends these to a chat as well.
-    n_predict: Annotated[int, Field(ge=-1)] | None = None
+    n_predict: MaybeCount | None = None
     cache_prompt: bool | None = None  # without effect: prompts are always cached, and the text is the same
-    id_slot: int | None = None  # without effect: slots are found by their longest common prefix
+    id_slot: Int | None = None  # without effect: slots are found by their longest common prefix
     samplers: Names | None = None
     response_fields: Names | None = None
 
