@@ -636,9 +636,12 @@ def test_log():
     while b"were dropped" not in data:
         data += os.read(reader, 1 << 20)
         written.write("y")
-    written.close()
-    stream.close()
-    os.close(reader)
+    with os.fdopen(reader, "rb") as unread:
+        rest = threading.Thread(target=unread.read)
+        rest.start()
+        written.close(30)
+        stream.close()
+        rest.join()
 
 
 def test_a_stderr_that_fails_is_no_error():

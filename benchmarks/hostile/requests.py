@@ -271,7 +271,8 @@ SHAPES: dict[str, tuple[str, str, Any]] = {
     "wrong_delivered": ("2 MB of wrong delivered ids", "/v1/completions",
         filled('{"prompt":"a","delivered_token_ids":[', '"a"', "]}")),
     "utf_16": ("half of a surrogate pair in UTF-16", "/v1/completions", '{"prompt":"a\\ud83d"}'.encode("utf-16")),
-    "many_digits": ("max_tokens of 4,300 digits", "/v1/completions", b'{"prompt":"a","max_tokens":' + b"9" * 4300 + b"}"),
+    "many_digits": ("max_tokens of 4,300 digits", "/v1/completions",
+        b'{"prompt":"a","max_tokens":' + b"9" * 4300 + b"}"),
     "tiny_penalty": ("a repetition_penalty of 5e-324", "/v1/completions", {**FEW, "repetition_penalty": 5e-324}),
 }  # fmt: skip
 """Bodies of the second reading."""
