@@ -126,6 +126,8 @@ def test_only_the_greedy_key_is_refused(size):
         work = Work(1, {"a": 1.0, "b": 1.0, "c": 1.0})
         most = min(limits.ASIDE.most, 8 if size > 1 else 1 << 30)
         a = [work.ask(f"a{number}", "a", size) for number in range(most // 2)]
+        await settle()
+        assert await refusal(work.ask("a", "a", size)), "half of the room is left"
         b = [work.ask(f"b{number}", "b", size) for number in range(most // 2)]
         await settle()
         assert await refusal(work.ask("a", "a", size)) and await refusal(work.ask("b", "b", size))
