@@ -115,8 +115,8 @@ Repetition = Annotated[float, Field(ge=1e-3, le=100)]
 Choices = Annotated[int, Field(ge=1, le=limits.CHOICES.most)]
 NumTop = Annotated[int, Field(ge=0, le=20)]
 Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
-Natural = Annotated[int, Field(ge=0, lt=INT64)]
-Positive = Annotated[int, Field(ge=1, lt=INT64)]
+Natural = Annotated[int, Field(ge=0, lt=1 << 256)]  # a message about it has room for its digits
+Positive = Annotated[int, Field(ge=1, lt=1 << 256)]
 MaybeCount = Annotated[int, Field(ge=-1, lt=INT64)]  # -1: as many as fit
 Label = Annotated[str, StringConstraints(max_length=limits.LABEL.most)]
 Names = Annotated[Few[Label], Field(max_length=limits.FIELDS.most)]
