@@ -32,16 +32,15 @@ import torch
 import tyro
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table as RichTable
 
-from benchmarks.report.parts import Table, failures
-from benchmarks.report.sections import parts_of
+from benchmarks.report.parts import failures, markdown
+from benchmarks.report.tables import parts_of
 from lpr.cli.flags import read_flags
 from lpr.config import InputError
 
 RESULTS = Path(__file__).parent / "results"
-STEP_TIMES = Path(__file__).parent / "step_times"
-"""Tables of step times, as `lpr.core.step_times` reads them: `h100_7b` is estimated, `flat_N` takes N ms a step."""
+STEP_TIMES = Path(__file__).parent / "h100_7b.json"
+"""A table of step times, as `lpr.core.step_times` reads them: estimated for a 7B on an H100."""
 T = TypeVar("T")
 
 
@@ -69,49 +68,30 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 class Options:
     """Options of every benchmark."""
 
-    threads: Whole = 0
-    """CPU threads; 0 leaves torch's default."""
-    output: str | None = None
-    """File to which the result is written as JSON, for benchmarks/results."""
-    json: Flag = False
-    """Print the JSON line only, no tables."""
+    threads: Whole = 0  # CPU threads; 0 leaves torch's default.
+    output: str | None = None  # File to which the result is written as JSON, for benchmarks/results.
+    json: Flag = False  # Print the JSON line only, no tables.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Options):
     """Options of a benchmark that decodes prompts with a model."""
 
-    prompts: Whole = 20
-    """Use the first N prompts."""
-    chat_template: Flag = False
-    """Put each prompt as a user's message into the model's chat template."""
-    max_new_tokens: Whole = 256
-    """Tokens per prompt."""
-    model: str | None = None
-    """Folder or hub id; the bundled model if none is given."""
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights."""
-    exact: Flag = False
-    """Exact mode: the same bits for every shape of a step."""
+    prompts: Whole = 20  # Use the first N prompts.
+    chat_template: Flag = False  # Put each prompt as a user's message into the model's chat template.
+    max_new_tokens: Whole = 256  # Tokens per prompt.
+    model: str | None = None  # Folder or hub id; the bundled model if none is given.
+    device: str | None = None  # cpu, cuda or cuda:N; a GPU if there is one.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # Type of the weights.
+    exact: Flag = False  # Exact mode: the same bits for every shape of a step.
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(ModelOptions):
     """Options of a benchmark that decodes the prompts of one data set."""
 
-    skip: Whole = 0
-    """Leave out the first N prompts."""
+    skip: Whole = 0  # Leave out the first N prompts.
     data: str
-    """JSON lines of ClassEval, HumanEval, GSM8K, ..., or hub:classeval, hub:humaneval, hub:gsm8k, hub:mt_bench."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ManyDataOptions(ModelOptions):
-    """Options of a benchmark that decodes the prompts of several data sets."""
-
-    data: tuple[str, ...]
     """JSON lines of ClassEval, HumanEval, GSM8K, ..., or hub:classeval, hub:humaneval, hub:gsm8k, hub:mt_bench."""
 
 
@@ -121,10 +101,7 @@ def read_options(name: str, kind: type[T], arguments: Sequence[str] | None = Non
 
 
 def run_main(
-    name: str,
-    kind: type[T],
-    measure: Callable[[T, Console], dict[str, Any]],
-    arguments: Sequence[str] | None = None,
+    name: str, kind: type[T], measure: Callable[[T, Console], dict[str, Any]], arguments: Sequence[str] | None = None
 ) -> int:
     """Parse, measure, print and write the result.
 
@@ -207,19 +184,11 @@ def progress(console: Console, total: int, what: str = "decoding") -> Iterator[C
 def show(result: dict[str, Any], console: Console) -> None:
     """Print the result's tables, and a line per failure."""
     for part in [] if "failed" in result else parts_of(result):
-        console.print(rich_table(part.table))
+        console.print(
+            part.table.title, markdown(part.table), "", sep="\n", markup=False, highlight=False, soft_wrap=True
+        )
     for what, why in failures(result):
         console.print(f"failed: {what}: {why}", markup=False, highlight=False, soft_wrap=True)
-
-
-def rich_table(table: Table) -> RichTable:
-    """A table for a console: the first column to the left, the others to the right."""
-    made = RichTable(title=table.title, title_justify="left")
-    for index, column in enumerate(table.columns):
-        made.add_column(column, justify="left" if index == 0 else "right")
-    for row in table.rows:
-        made.add_row(*row)
-    return made
 
 
 def circumstances() -> dict[str, Any]:

@@ -7,9 +7,8 @@ that was fetched once is read from the hub's cache, without a network too.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.utils import logging
@@ -24,8 +23,7 @@ PROMPT_FIELDS = ("skeleton", "prompt", "question", "turns")
 """Fields that may hold a record's prompt: ClassEval; HumanEval and traces; GSM8K; MT-Bench."""
 
 
-@dataclass(frozen=True)
-class HubFile:
+class HubFile(NamedTuple):
     """A dataset repository, a commit of it and a file in it."""
 
     repository: str

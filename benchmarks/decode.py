@@ -2,16 +2,20 @@
 
     python -m benchmarks.decode --data classeval.jsonl --output benchmarks/results/decode.json
 
-Every prompt is completed by all contestants in turn (benchmarks/race.py). Ratios are of medians over prompts, after a
-few tokens of a warm-up prompt. `speedup_by_prompt` is relative to transformers for each prompt. Outputs that differ
-from transformers' are counted.
+Every prompt is completed by all contestants in turn, each time in another order. Ratios are of medians over prompts,
+after a few tokens of a warm-up prompt. `speedup_by_prompt` is relative to transformers for each prompt. Outputs that
+differ from transformers' are counted.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common import DataOptions, progress, run_main
 from benchmarks.data import prompts_of
-from benchmarks.engines import engines_over, load_model, params_for, plain, split_budget
-from benchmarks.race import Contestant, Lpr, Race, Stock, run_race
-from lpr import DecodeConfig, bundled_model
+from benchmarks.engines import engines_over, load_model, params_for, plain, split_budget, stock_generate
+from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 
 WARM_UP_TOKENS = 32
 STOCK, PLAIN, AUTO = "transformers greedy", "lpr autoregressive", "lpr auto"
@@ -32,10 +35,57 @@ STOCK, PLAIN, AUTO = "transformers greedy", "lpr autoregressive", "lpr auto"
 class DecodeOptions(DataOptions):
     """Wall clock of completions against transformers."""
 
-    budgets: tuple[int, ...] = (16, 32, 64)
-    """Node budgets of fixed sizes."""
-    kinds: tuple[Literal["window", "trie", "both"], ...] = ("trie", "both")
-    """Draft sources of fixed sizes."""
+    budgets: tuple[int, ...] = (16, 32, 64)  # Node budgets of fixed sizes.
+    kinds: tuple[Literal["window", "trie", "both"], ...] = ("trie", "both")  # Draft sources of fixed sizes.
+
+
+@dataclass
+class Tally:
+    """Time and counts of a contestant, without the warm-up."""
+
+    seconds: list[float] = field(default_factory=list)
+    num_steps: int = 0  # 0: unknown
+    num_tokens: int = 0
+    num_different: int = 0  # prompts whose ids differ from the first contestant's, with the warm-up
+
+
+Contestant = Callable[[list[int], SamplingParams], tuple[list[int], int]]
+"""Completes a prompt: its ids, and the number of its steps (0: unknown)."""
+
+
+def by_lpr(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], int]:
+    """A completion of an engine."""
+    done = engine.generate([prompt], params)[0]
+    return done.token_ids, done.stats.num_steps
+
+
+def by_transformers(model: Any, prompt: list[int], params: SamplingParams, **more: Any) -> tuple[list[int], int]:
+    """A completion of transformers' own generate, greedy."""
+    return stock_generate(model, prompt, params.max_new_tokens, **more), 0
+
+
+def run_race(
+    contestants: Mapping[str, Contestant], prompts: Sequence[list[int]], params: Sequence[SamplingParams],
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, Tally]:  # fmt: skip
+    """Complete `prompts` by turns; the first prompt is a warm-up and does not count."""
+    gc.collect()
+    gc.freeze()  # no full collection inside a contestant's step
+    tallies, order = {name: Tally() for name in contestants}, list(contestants)
+    for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        outputs: dict[str, list[int]] = {}
+        for name in order:
+            began = time.perf_counter()
+            outputs[name], steps = contestants[name](prompt, each)
+            if index:
+                tallies[name].seconds.append(time.perf_counter() - began)
+                tallies[name].num_steps += steps
+                tallies[name].num_tokens += len(outputs[name])
+        for name, tally in tallies.items():
+            tally.num_different += outputs[name] != outputs[next(iter(contestants))]
+        order = order[1:] + order[:1]
+        advance()
+    return tallies
 
 
 def measure(options: DecodeOptions, console: Console) -> dict[str, Any]:
@@ -48,9 +98,9 @@ def measure(options: DecodeOptions, console: Console) -> dict[str, Any]:
     stock: Any = AutoModelForCausalLM.from_pretrained(options.model or bundled_model(), dtype=model.model.dtype)
     stock.to(model.device)
     contestants: dict[str, Contestant] = {
-        STOCK: Stock(stock),
-        "transformers prompt lookup": Stock(stock, prompt_lookup_num_tokens=10),
-        **{name: Lpr(engine) for name, engine in engines.items()},
+        STOCK: partial(by_transformers, stock),
+        "transformers prompt lookup": partial(by_transformers, stock, prompt_lookup_num_tokens=10),
+        **{name: partial(by_lpr, engine) for name, engine in engines.items()},
     }
     console.print("ceiling: seconds of plain decoding divided by tokens per step, if a step with a tree took no longer")
     prompts = [engines[PLAIN].encode(text) for text in texts]
@@ -69,9 +119,9 @@ def measure(options: DecodeOptions, console: Console) -> dict[str, Any]:
     }
 
 
-def results_of(race: Race) -> list[dict[str, Any]]:
+def results_of(tallies: Mapping[str, Tally]) -> list[dict[str, Any]]:
     """Medians over prompts, also relative to transformers and to plain decoding."""
-    medians = {name: statistics.median(tally.seconds) for name, tally in race.tallies.items()}
+    medians = {name: statistics.median(tally.seconds) for name, tally in tallies.items()}
     return [
         {
             "name": name,
@@ -79,12 +129,12 @@ def results_of(race: Race) -> list[dict[str, Any]]:
             "speedup_over_transformers": round(medians[STOCK] / medians[name], 3),
             "speedup_over_autoregressive": round(medians[PLAIN] / medians[name], 3),
             "speedup_by_prompt": [
-                round(stock / own, 3) for stock, own in zip(race.tallies[STOCK].seconds, tally.seconds, strict=True)
+                round(stock / own, 3) for stock, own in zip(tallies[STOCK].seconds, tally.seconds, strict=True)
             ],
-            "tokens_per_step": round(race.num_tokens / tally.num_steps, 3) if tally.num_steps else None,
+            "tokens_per_step": round(tally.num_tokens / tally.num_steps, 3) if tally.num_steps else None,
             "prompts_with_other_tokens": tally.num_different,
         }
-        for name, tally in race.tallies.items()
+        for name, tally in tallies.items()
     ]
 
 

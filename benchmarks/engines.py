@@ -1,8 +1,8 @@
 """Engines as benchmarks use them: one model for several contestants, sizes by node budget, and counted steps.
 
 Which tokens a step emits does not depend on how its tree is split, so one process evaluates each whole tree and counts
-what every rank would evaluate of it, by the same partition and the same pending chains (tests/test_ranks.py asserts
-that several ranks take these very steps).
+what every rank would evaluate of it, by the same partition and the same pending chains
+(tests/engine/test_exchange.py asserts that several ranks take these very steps).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from benchmarks.common import ModelOptions
 from lpr import DecodeConfig, Engine, EngineOptions, SamplingParams, bundled_model
@@ -46,11 +48,6 @@ def engines_over(model: OneModel, decodes: Mapping[str, DecodeConfig]) -> dict[s
     return {name: Engine(model.loaded, decode, model.options) for name, decode in decodes.items()}
 
 
-def switch(engine: Engine, decode: DecodeConfig) -> None:
-    """Decode under `decode` from now on, with empty draft indexes."""
-    engine.configure(decode)
-
-
 def plain() -> DecodeConfig:
     """Autoregressive decoding of one request."""
     return DecodeConfig.autoregressive(max_batch_size=1)
@@ -78,22 +75,12 @@ def params_for(
     ]
 
 
-class StepClock(StepHooks):
-    """Keeps the milliseconds of each phase of the last step, by a clock in seconds."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """No step yet."""
-        self.phases: dict[str, float] = {}
-        self._clock, self._last = clock, 0.0
-
-    def begin_step(self) -> None:
-        """Start the clock."""
-        self.phases, self._last = {}, self._clock()
-
-    def end_phase(self, phase: str) -> None:
-        """Take the phase's time."""
-        now = self._clock()
-        self.phases[phase], self._last = (now - self._last) * 1e3, now
+def stock_generate(model: Any, prompt: list[int], max_new_tokens: int, **more: Any) -> list[int]:
+    """The ids of transformers' greedy decoding."""
+    ids = torch.tensor([prompt], device=model.device)
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, **more)
+    return list(out[0, len(prompt) :].tolist())
 
 
 class RankCounter(StepHooks):
@@ -150,7 +137,7 @@ def count_steps(
     advance: Callable[[], None],
 ) -> tuple[DecodeStats, RankCounter]:
     """Complete `prompts` one by one, as `num_ranks` ranks of these sizes would."""
-    switch(engine, decode.for_one_rank(num_ranks))
+    engine.configure(decode.for_one_rank(num_ranks))
     total, counter = DecodeStats(), RankCounter(num_ranks, decode.resolved(num_ranks).owned_capacity(num_ranks))
     engine.hooks = counter
     try:

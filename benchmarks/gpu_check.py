@@ -5,12 +5,11 @@
 Sections are independent: a failure is recorded with its reason and the rest goes on. On a GPU each has a budget of
 seconds (BUDGETS): it begins only if that much is left, and is cut off when the budget is used up; the result names
 skipped and cut sections. Results are written to benchmarks/results/gpu_check.json as they are measured, so that a
-section that is cut keeps what it has; `python -m benchmarks.report` reads them. `default` replaces the modules of a 7B
-model as a program does that loads one; only the last two sections compile, lpr's steps and transformers' own decoding.
+section that is cut keeps what it has; `python -m benchmarks.report` reads them.
 A bare machine is made ready by benchmarks/gpu/bare.py.
 
 Each model's table of step times, as `StepTimes.from_json` reads it, is also in
-benchmarks/results/tn_<gpu>_<model>.json, for `--costs` and the workloads of `lpr.plan --service`.
+benchmarks/results/tn_<gpu>_<model>.json, for `--costs`.
 `--device cpu --tiny` runs the same program on any machine, to test it.
 """
 
@@ -37,20 +36,19 @@ from transformers import PreTrainedModel
 
 import lpr.native
 from benchmarks.common import RESULTS, Flag, circumstances, read_options, reason, write_json
-from benchmarks.gpu import kernels, models, parts, several
+from benchmarks.gpu import models, parts, several
 from lpr import InputError
-from lpr.dist.runtime import World, leave
+from lpr.dist.runtime import leave
 from lpr.model.fused.accelerate import accelerate
-from tests.prompts import PROMPTS
+from tests.fakes.prompts import PROMPTS
 
 BUDGETS = {
-    "environment": 5, "bandwidth": 5, "build": 35, "transformers": 15, "default": 30, "t(n)": 75,
-    "end_to_end:codellama-7b": 40, "profile": 10, "kernels": 30, "correctness": 60, "exact": 60, "sampling": 20,
-    "end_to_end": 35, "host_share": 10, "many": 30, "ranks": 40, "killed": 90, "hybrid": 40, "attention": 45,
-    "compiled": 200,
+    "environment": 5, "bandwidth": 5, "build": 35, "t(n)": 75, "end_to_end:codellama-7b": 40, "profile": 10,
+    "kernels": 30, "correctness": 60, "exact": 60, "sampling": 20, "end_to_end": 35, "many": 30,
+    "ranks": 40, "hybrid": 40,
 }  # fmt: skip
-"""Seconds of a section on a GPU, by its name or the part before a colon, with room: on an H200 `t(n)` took 37 and
-`default` 4, and the kernels' compilation most of `kernels` and `correctness`. On one GPU the sections
+"""Seconds of a section on a GPU, by its name or the part before a colon, with room: on an H200 `t(n)` took 37, and the
+kernels' compilation most of `kernels` and `correctness`. On one GPU the sections
 up to `many` fit in 8 minutes; those of several GPUs have 8 more; the others take the remaining time."""
 
 
@@ -58,22 +56,14 @@ up to `many` fit in 8 minutes; those of several GPUs have 8 more; the others tak
 class GpuCheckOptions:
     """Correctness and speed on a GPU, in minutes."""
 
-    minutes: float = 8.0
-    """Begin no section after this time."""
-    several_minutes: float = 8.0
-    """Minutes more where there are several GPUs."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Device."""
-    tiny: Flag = False
-    """Use tiny models, to test this program."""
-    sections: tuple[str, ...] = ()
-    """Run only these sections, such as t(n)."""
-    output: Path = RESULTS / "gpu_check.json"
-    """File to write the results to."""
-    worker: Path | None = None
-    """Internal: be one rank of a section with several ranks, and write to this file."""
-    tp: int = 1
-    """Internal: tensor-parallel size of that rank's mesh."""
+    minutes: float = 8.0  # Begin no section after this time.
+    several_minutes: float = 8.0  # Minutes more where there are several GPUs.
+    device: Literal["cuda", "cpu"] = "cuda"  # Device.
+    tiny: Flag = False  # Use tiny models, to test this program.
+    sections: tuple[str, ...] = ()  # Run only these sections, such as t(n).
+    output: Path = RESULTS / "gpu_check.json"  # File to write the results to.
+    worker: Path | None = None  # Internal: be one rank of a section with several ranks, and write to this file.
+    tp: int = 1  # Internal: tensor-parallel size of that rank's mesh.
 
 
 class BudgetError(BaseException):
@@ -217,44 +207,35 @@ def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: floa
     held: dict[str, PreTrainedModel] = {}
 
     def build() -> dict[str, Any]:
-        model = models.random_model(sizes.models[name], sizes)
-        held["model"] = model
-        return {"parameters": sum(weight.numel() for weight in model.parameters()), "self_check": models.checks(model)}
-
-    def loaded() -> PreTrainedModel:
-        """The model as a program that loads one has it, also where the section that replaces modules was left out."""
-        if sizes.device.type == "cuda":
-            accelerate(held["model"])
-        return held["model"]
+        model = held["model"] = models.random_model(sizes.models[name], sizes)
+        found = {"parameters": sum(weight.numel() for weight in model.parameters()), "by_module": models.checks(model)}
+        if sizes.device.type == "cuda":  # as a program that loads a model has it
+            found |= {"replaced": accelerate(model).counts, "self_check": models.checks(model)}
+        return found
 
     def times() -> dict[str, Any]:
         gpu = torch.cuda.get_device_name() if sizes.device.type == "cuda" else sizes.device.type
-        found = models.step_times(name, loaded(), sizes, bytes_per_s)
+        found = models.step_times(held["model"], sizes, bytes_per_s)
         return {**found, "table": write_table(report.path.parent, gpu, name, found, sizes)}
 
     if report.run(f"build:{name}", build) is None:
         return
-    if is_first := name == next(iter(sizes.models)):
-        report.run(f"transformers:{name}", lambda: models.stock_rates(held["model"], sizes, compiled=False))
-    if sizes.device.type == "cuda":
-        report.run(f"default:{name}", lambda: models.default_step(held["model"], sizes))
     report.run(f"t(n):{name}", times)
-    if is_first:
-        report.run(f"end_to_end:{name}", lambda: models.large_end_to_end(loaded(), sizes))
-        report.run(f"profile:{name}", lambda: models.profile_step(loaded(), sizes))
+    if name == next(iter(sizes.models)):
+        report.run(f"end_to_end:{name}", lambda: models.large_end_to_end(held["model"], sizes))
+        report.run(f"profile:{name}", lambda: models.profile_step(held["model"], sizes))
 
 
 def several_gpus(
     report: Report, sizes: parts.Sizes, expected: dict[str, Any] | None, num_gpus: int, minutes: float
 ) -> None:
-    """The second part: all GPUs as one mesh, then fewer, then tensor parallel, with the gather's times; a lost rank."""
+    """The second part: all GPUs as one mesh, then fewer, then tensor parallel, with the gather's times."""
     if num_gpus < 2:  # ranks that share a GPU tell nothing of several
         return
     report.extend(minutes)
     counts = [count for count in (8, 4, 2, 1) if count <= num_gpus and (count > 1 or num_gpus > 2)]
     for count in counts:
         report.run(f"ranks:{count}", partial(several.ranks, count, sizes, expected, 100.0))
-    report.run(f"killed:{counts[0]}", partial(several.killed, counts[0], sizes, 120.0))
     for tp in counts if sizes.device.type == "cuda" else ():
         if tp > 1:
             report.run(f"ranks:tp {tp}", partial(several.ranks, tp, sizes, expected, 100.0, tp))
@@ -269,27 +250,17 @@ def check(report: Report, sizes: parts.Sizes, several_minutes: float = 8.0) -> N
     bytes_per_s = copied["bytes_per_s"] if copied else None
     names = list(sizes.models)
     large_model(report, names[0], sizes, bytes_per_s)
-    report.run("kernels", lambda: kernels.warm_up(sizes))
+    report.run("kernels", lambda: parts.warm_up(sizes))
     correct = report.run("correctness", lambda: parts.correctness(sizes, prompts))
     expected = correct["ids"] if correct else None
     report.run("exact", lambda: parts.exact_mode(sizes, prompts))
-    report.run("sampling", lambda: kernels.choices(sizes))
+    report.run("sampling", lambda: parts.choices(sizes))
     report.run("end_to_end", lambda: parts.end_to_end(sizes, prompts))
-    report.run("host_share", lambda: parts.host_share(sizes, prompts[-1]))
     report.run("many", lambda: parts.many_requests(sizes, prompts))
     several_gpus(report, sizes, expected, torch.cuda.device_count() if on_gpu else 2, several_minutes)
     for name in names[1:][::-1]:  # the largest first
         large_model(report, name, sizes, bytes_per_s)
     report.run("hybrid", lambda: models.hybrid_step(sizes))
-    if on_gpu:
-        report.run("attention", lambda: kernels.attention(sizes, bytes_per_s))
-        report.run("compiled:lpr", lambda: compiled(sizes, models.compiled_step))
-        report.run("compiled:transformers", lambda: compiled(sizes, partial(models.stock_rates, compiled=True)))
-
-
-def compiled(sizes: parts.Sizes, part: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """A part that compiles the first of the large models."""
-    return part(models.random_model(next(iter(sizes.models.values())), sizes), sizes)
 
 
 def main() -> int:
@@ -317,4 +288,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(World.from_environment(), main())
+    leave(main())

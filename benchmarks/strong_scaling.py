@@ -2,9 +2,8 @@
 
     python -m benchmarks.strong_scaling --data classeval.jsonl --output benchmarks/results/strong_scaling.json
 
-Steps are counted in one process (benchmarks/engines.py), not timed; benchmarks.fleet measures time with real ranks. A
-rank's budget is split between the Jacobi window and the trie with its recycled candidates; all of it grows with the
-ranks.
+Steps are counted in one process (benchmarks/engines.py), not timed. A rank's budget is split between the Jacobi window
+and the trie with its recycled candidates; all of it grows with the ranks.
 """
 
 from __future__ import annotations
@@ -29,16 +28,11 @@ from lpr.engine.stats import DecodeStats
 class StrongScalingOptions(DataOptions):
     """Tokens per step against the number of ranks."""
 
-    ranks: tuple[int, ...] = (1, 2, 4, 8)
-    """Numbers of ranks."""
-    budgets: tuple[int, ...] = (32, 64)
-    """Node budgets of a rank."""
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    """Temperatures."""
-    seeds: Whole = 1
-    """Seeds of each prompt at temperatures above 0."""
-    window_share: float = 0.5
-    """Share of the budget for the window and its pool."""
+    ranks: tuple[int, ...] = (1, 2, 4, 8)  # Numbers of ranks.
+    budgets: tuple[int, ...] = (32, 64)  # Node budgets of a rank.
+    temperatures: tuple[float, ...] = (0.0, 0.8)  # Temperatures.
+    seeds: Whole = 1  # Seeds of each prompt at temperatures above 0.
+    window_share: float = 0.5  # Share of the budget for the window and its pool.
 
 
 def per_rank(budget: int, window_share: float) -> DecodeConfig:

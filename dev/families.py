@@ -116,6 +116,8 @@ class Observed:
 
     def matches(self, family: Family) -> bool:
         """True if status and reason are those of the table."""
+        if family.is_old:
+            return self.status == REFUSED
         return self.status == family.status and (self.status == WORKS or family.note in self.detail)
 
 

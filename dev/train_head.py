@@ -53,7 +53,7 @@ from lpr import SamplingParams
 from lpr.model.heads.forms import DEEPSEEK, DRAFT_VOCABULARY
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import OWN_FILE, make_head
-from lpr.model.kv_cache import passed
+from lpr.model.transformers_versions import passed
 
 STEPS_AHEAD = 4
 """Tokens beyond the next one that the head is trained for, each fed with the output of the one before."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
@@ -19,9 +18,11 @@ Whole = Annotated[int, Meta(ge=0, lt=2**31)]
 """A whole number that ranks can send each other and native code takes."""
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63))]
-Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-NotNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
-Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+LEAST, MOST = 1e-38, 1e38
+"""Logits are float32, and so is what changes them: beyond these it would be 0 or infinite."""
+Finite = Annotated[float, Meta(ge=-MOST, le=MOST)]
+NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
+Positive = Annotated[float, Meta(ge=LEAST, le=MOST)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
 
@@ -277,7 +278,7 @@ class SamplingParams:
     max_new_tokens: Count = 64
     """Most tokens to emit."""
     temperature: NotNegative = 0.0
-    """0 is greedy; above 0 the next token is sampled from softmax(logits / temperature)."""
+    """0 is greedy; from 1e-38 to 1e38 the next token is sampled from softmax(logits / temperature)."""
     top_k: Whole = 0
     """Sample among the k most likely tokens. 0: no limit."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -323,6 +324,9 @@ class SamplingParams:
         vars(self).update({**lists, "stop": stop})
         validate(self)
         _require(self.seed < 2**64, f"seed={self.seed} must fit in 64 bits")
+        _require(
+            not 0 < self.temperature < LEAST, f"temperature={self.temperature} must be 0 or from {LEAST} to {MOST}"
+        )
         _require(
             self.min_new_tokens <= self.max_new_tokens,
             f"min_new_tokens={self.min_new_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}",

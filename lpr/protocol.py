@@ -32,6 +32,7 @@ class ErrorCode(StrEnum):
     INVALID_KEY = "invalid_api_key"
     MODEL_NOT_FOUND = "model_not_found"
     REQUEST_NOT_FOUND = "request_not_found"
+    CANCELLED = "cancelled"
     BODY_TIMEOUT = "body_timeout"
     BODY_TOO_LARGE = "body_too_large"
     MEDIA_TYPE = "unsupported_media_type"

@@ -4,13 +4,26 @@
 
 namespace lpr {
 
-std::vector<Tokens> draft_chains(Chains& chains, const nb::list& listed, const std::vector<Array>& arrays,
-                                 const std::vector<int64_t>& depths) {
+static std::vector<ChainState*> states_of(const nb::list& listed) {
   std::vector<ChainState*> states;
   for (nb::handle each : listed) states.push_back(nb::cast<ChainState*>(each));
+  return states;
+}
+
+static std::vector<Chains::Text> texts_of(const std::vector<Array>& arrays) {
   std::vector<Chains::Text> texts;
   for (const Array& each : arrays) texts.push_back({each.data(), each.size()});
-  return chains.draft(states, texts, depths);
+  return texts;
+}
+
+std::vector<Tokens> draft_chains(Chains& chains, const nb::list& listed, const std::vector<Array>& arrays,
+                                 const std::vector<int64_t>& depths) {
+  return chains.draft(states_of(listed), texts_of(arrays), depths);
+}
+
+std::vector<std::pair<Tokens, Tokens>> draft_trees(Chains& chains, const nb::list& listed,
+                                                   const std::vector<Array>& arrays, int64_t depth) {
+  return chains.draft_trees(states_of(listed), texts_of(arrays), depth);
 }
 
 void bind_chains(nb::module_& m) {
@@ -31,7 +44,8 @@ void bind_chains(nb::module_& m) {
       .def(nb::init<int64_t, StepRow>(), "num_nodes"_a, "times"_a)
       .def_rw("times", &Chains::times)
       .def_rw("plain_part", &Chains::plain_part)
-      .def("draft", &draft_chains, "states"_a, "texts"_a, "depths"_a);
+      .def("draft", &draft_chains, "states"_a, "texts"_a, "depths"_a)
+      .def("draft_trees", &draft_trees, "states"_a, "news"_a, "depth"_a);
 }
 
 }  // namespace lpr

@@ -1,4 +1,4 @@
-// Drafts for an engine whose verification takes one chain of tokens per sequence. Specification: lpr/core/chains.py.
+// Drafts for another engine: one chain of tokens per sequence, or one tree. Specification: lpr/core/chains.py.
 #pragma once
 
 #include "budget.h"
@@ -33,10 +33,12 @@ class ChainState {
   }
 
   void read(const int32_t* text, size_t count, ChainRecord& record) {
-    if (count <= tokens.size()) return;
+    if (count > tokens.size()) extend(text + tokens.size(), count - tokens.size(), record);
+  }
+
+  void extend(const int32_t* news, size_t num_news, ChainRecord& record) {
+    if (num_news == 0) return;
     if (tokens.empty()) drafter_.calibration = record.calibration;
-    const int32_t* news = text + tokens.size();
-    size_t num_news = count - tokens.size();
     tokens.insert(tokens.end(), news, news + num_news);
     is_readable_ = is_readable_ && *std::min_element(news, news + num_news) >= 0;
     if (!is_readable_) return;
@@ -69,6 +71,18 @@ class ChainState {
       found.push_back(std::min(1.0, trust * all[node]));
     }
     return found;
+  }
+
+  std::pair<Tokens, Tokens> draft_tree(int64_t depth, int64_t num_nodes) {
+    chain_.clear();
+    probabilities_.clear();
+    if (tokens.empty()) throw std::invalid_argument("a sequence without tokens has no root");
+    TokenTree bare(tokens.back());
+    if (depth < 1 || !is_readable_) return {bare.tokens, bare.parents};
+    tree_.emplace(tokens.back());
+    Price price(0.0);
+    drafter_.draft(*tree_, num_nodes, depth, &price);
+    return {tree_->tokens, tree_->parents};
   }
 
   const Tokens& keep(size_t count) {
@@ -144,6 +158,15 @@ class Chains {
     for (size_t k = 0; k < num_kept; k++) counts[ranked[k].second]++;
     std::vector<Tokens> found;
     for (size_t i = 0; i < states.size(); i++) found.push_back(states[i]->keep(counts[i]));
+    return found;
+  }
+
+  std::vector<std::pair<Tokens, Tokens>> draft_trees(const std::vector<ChainState*>& states,
+                                                     const std::vector<Text>& news, int64_t depth) {
+    if (states.size() != news.size()) throw std::invalid_argument("states and news are not as many");
+    for (size_t i = 0; i < states.size(); i++) states[i]->extend(news[i].tokens, news[i].count, record_);
+    std::vector<std::pair<Tokens, Tokens>> found;
+    for (ChainState* state : states) found.push_back(state->draft_tree(depth, num_nodes_));
     return found;
   }
 

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "keyed_hash.h"
+
 namespace lpr {
 
 // Keys and values are not negative. Linear probing; deletion moves the entries behind it back, so nothing decays.
@@ -51,7 +53,7 @@ class FlatMap {
     slots_[hole].key = kNone;
   }
 
-  static uint64_t hash(int64_t key) { return static_cast<uint64_t>(key) * 0x9E3779B97F4A7C15u; }
+  static uint64_t hash(int64_t key) { return keyed_hash(static_cast<uint64_t>(key)); }
 
  private:
   struct Slot {

@@ -5,6 +5,7 @@
 #include <list>
 #include <unordered_map>
 
+#include "keyed_hash.h"
 #include "tree.h"
 
 namespace lpr {
@@ -62,7 +63,7 @@ class NGramPool {
     std::vector<Tokens> ngrams;
   };
   std::list<Row> rows_;  // the most recently used last
-  std::unordered_map<int32_t, std::list<Row>::iterator> by_key_;
+  std::unordered_map<int32_t, std::list<Row>::iterator, KeyedHash> by_key_;
 };
 
 }  // namespace lpr

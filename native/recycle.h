@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "keyed_hash.h"
 #include "tree.h"
 
 namespace lpr {
@@ -46,7 +47,7 @@ class CandidateTable {
   enum { kKey, kSize, kFirst };  // words of a slot: its token, a number, so many candidates, and their scores in bytes
 
   size_t num_slots() const { return words_.empty() ? 0 : mask_ + 1; }
-  size_t home(int32_t token) const { return (static_cast<uint32_t>(token) * 0x9E3779B9u >> 7) & mask_; }
+  size_t home(int32_t token) const { return KeyedHash()(token) & mask_; }
 
   int32_t* find(int32_t token) {
     for (size_t at = home(token);; at = (at + 1) & mask_) {

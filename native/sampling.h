@@ -185,6 +185,7 @@ LPR_INLINE int64_t best_of(const T* row, int64_t size) {
     if (odd[lane]) return -1;
     largest = std::max(largest, most[lane]);
   }
+  if (largest == -std::numeric_limits<float>::infinity()) return -1;
   for (int64_t i = 0;; i += LANES) {
     Ints same = part(i) == largest;
     for (int lane = 0; lane < LANES; lane++)
@@ -195,7 +196,7 @@ LPR_INLINE int64_t best_of(const T* row, int64_t size) {
 LPR_EACH_CPU inline int64_t best_of_floats(const float* row, int64_t size) { return best_of(row, size); }
 LPR_EACH_CPU inline int64_t best_of_halves(const uint16_t* row, int64_t size) { return best_of(row, size); }
 
-// The lowest token with the largest score; -1 in a row with a NaN.
+// The lowest token with the largest score; -1 in a row with a NaN, or of -inf alone.
 inline int64_t best_of_row(const Logits& logits, int64_t row) {
   return logits.is_half ? best_of_halves(logits.halves(row), logits.size) : best_of_floats(logits.floats(row), logits.size);
 }

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "keyed_hash.h"
+
 namespace lpr {
 
 enum Source : uint8_t { kRoot, kWindow, kPool, kTrie, kSharedTrie, kRecycled, kPrediction, kHead };
@@ -96,7 +98,7 @@ class TokenTree {
 
   size_t home(int parent, int32_t token) const {
     uint64_t key = static_cast<uint64_t>(parent) << 32 | static_cast<uint32_t>(token);
-    return (key * 0x9E3779B97F4A7C15u >> 32) & (edges_.size() - 1);
+    return (keyed_hash(key) >> 32) & (edges_.size() - 1);
   }
 
   Tokens last_child_, edges_;  // edges_: nodes by (parent, token), -1 where there is none

@@ -1,4 +1,4 @@
-"""Tiny random models: real transformers classes, fp32, made on the spot."""
+"""What holds for every test: its environment, trees that are verified, and what may be skipped."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import importlib.util
 import os
 import sys
 import tempfile
-import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 # Tiny matrices gain nothing from a second thread, and ranks that are threads or processes would fight for the cores.
@@ -28,21 +27,33 @@ if not os.path.exists("/dev/nvidiactl"):
 
 import psutil
 import pytest
-import torch
 from hypothesis import settings
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import lpr.engine.step
-from lpr import Engine, SamplingParams
 from lpr.core.budget import Draft, DraftRequest
 from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
 from lpr.engine import sizing
+from lpr.model.runner import TreeModel
+from tests.fakes.models import tiny_model
 
-MEASURING = {name: getattr(sizing, name) for name in ("ENOUGH", "PATIENCE", "LONGER")}
-"""Seconds that an engine measures step times for at its start, elsewhere. Other tests disturb them, so that they would
-hardly ever agree; a test that needs true ones sets these."""
-for each in MEASURING:
+MEASURING = {name: getattr(sizing, name) for name in ("ENOUGH", "PATIENCE", "LONGER", "AGREE", "time_forward")}
+"""How an engine measures step times at its start, elsewhere; a test that needs true ones sets these."""
+
+
+def told_time(model: TreeModel, batch: int, count: int, kv: int) -> float:
+    """Seconds of a forward of a tiny model, as they are on a quiet machine: measured, each run had other trees.
+
+    Forwards that capture graphs or compile kernels run.
+    """
+    if model.graphs is not None or model.device.type != "cpu":
+        return MEASURING["time_forward"](model, batch, count, kv)
+    return 2e-3 + 4e-5 * count + 1e-7 * batch * kv
+
+
+sizing.time_forward = told_time
+for each in ("ENOUGH", "PATIENCE", "LONGER", "AGREE"):  # which do not agree are not kept: no test starts with another's
     setattr(sizing, each, 0.0)
 
 
@@ -89,42 +100,6 @@ def hide_leaks_of_triton() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def tiny_model(model_type: str = "llama", seed: int = 0, spread: float = 0.15, **overrides: object) -> PreTrainedModel:
-    """A random model of `model_type` whose attention and logits are far from uniform."""
-    sizes = {
-        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-        "bos_token_id": 1, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    config = AutoConfig.for_model(model_type, **{**sizes, **overrides})
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" not in name and weight.dim() > 1:
-                weight.normal_(0, spread)
-    model.generation_config.eos_token_id = overrides.get("eos_token_id")
-    return model
-
-
-def left_of_an_engine(make: Callable[[], Engine], is_closed: bool) -> list[str]:
-    """What of an engine that has decoded, perhaps was closed, and is dropped lives on without the collector."""
-    gc.collect()
-    gc.disable()
-    try:
-        engine = make()
-        engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8))
-        runner = engine.model
-        parts = {"Engine": engine, "Model": runner.adapter.model, "Cache": runner.cache, "Forward": runner.forward}
-        left = {name: weakref.ref(part) for name, part in parts.items()}
-        if is_closed:
-            engine.close()
-        del engine, runner, parts
-        return [name for name, part in left.items() if part() is not None]
-    finally:
-        gc.enable()
-
-
 if os.environ.get("LPR_NO_SKIPS") == "1":
     settings.load_profile("ci")  # the same examples in every run; a run by hand draws new ones
 
@@ -155,6 +130,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         print(f"\nskipped in CI, where nothing may be: {reason}")
     if missing:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than the machine has cores: many tests wait for processes."""
+    return (os.cpu_count() or 1) + 1
 
 
 RESIDENT = [0]

@@ -10,19 +10,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.engines import switch
-from benchmarks.gpu.parts import Sizes, generate, measured, median_ms, rate, wait
+from benchmarks.gpu.parts import Sizes, measured, median_ms, wait
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.model.capture import CudaCapturer, Program
-from lpr.model.fused.accelerate import accelerate
 from lpr.model.inputs import Row
 from lpr.model.kv_cache import KVCache
-from lpr.model.packing import pack_projections
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
-from lpr.model.static_inputs import NODE_BUCKETS, StaticShape, static_shape
 from lpr.planner.facts import config_from
 
 
@@ -53,7 +48,7 @@ def shapes_like(runner: TreeModel) -> KVCache:
     return like
 
 
-def step_times(name: str, model: PreTrainedModel, sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
+def step_times(model: PreTrainedModel, sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
     """t(n) of `model`: as graphs and eager, trees and chains, and the floor, which is bytes read over bandwidth.
 
     One node and 64 over the shortest length come first, in both forms; then chains; then the rest.
@@ -110,18 +105,10 @@ def _time_row(
         measured(result)
 
 
-def words_of(runner: TreeModel, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> torch.Tensor:
-    """A step's words on the host."""
-    words = torch.empty(shape.num_words, dtype=torch.int32)
-    assert runner.cache is not None
-    shape.place(words.numpy(), rows, selection, runner.cache)
-    return words
-
-
 def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
     """True, by nodes, if a graph replayed on another step gives the same bits as its uncaptured program."""
     found, graphs = {}, runner.graphs
-    assert graphs is not None
+    assert graphs is not None and runner.cache is not None
     for count in sizes.few_nodes:
         rows, selection = tree_step(sizes.lengths[0] - 3, max(1, count - 1), runner.vocab_size)
         replayed = graphs.evaluate(rows, selection, 8)
@@ -130,8 +117,11 @@ def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
             continue
         replayed = replayed.clone()
         with torch.no_grad():
-            words = words_of(runner, shape, rows, selection).to(sizes.device)
-            results = run_static(runner, shape, words)
+            words = torch.empty(shape.num_words, dtype=torch.int32)
+            shape.place(words.numpy(), rows, selection, runner.cache)
+            inputs, asked = shape.read(words.to(sizes.device), runner.cache)
+            logits = (runner.compiled or runner.adapter).forward(inputs, runner.cache)
+            results = runner.sampler.results(logits, asked, 8, fixed_shapes=True)
         found[str(count)] = bool(torch.equal(replayed, results[-rows[0].num_results :]))
     return found
 
@@ -180,14 +170,6 @@ def profile_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     return result
 
 
-def stock_rates(model: PreTrainedModel, sizes: Sizes, compiled: bool) -> dict[str, Any]:
-    """Tokens per second of transformers' own greedy decoding of a large model."""
-    prompt, tokens = list(range(3, 67)), 32
-    more = {"cache_implementation": "static"} if compiled else {}
-    model.set_attn_implementation("sdpa")
-    return rate(lambda ids: generate(model, ids, tokens, **more), [prompt, prompt], sizes.device)
-
-
 def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     """Tokens per second of a large model, plain and with drafts, greedy and sampled, one request at a time.
 
@@ -200,7 +182,7 @@ def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     result: dict[str, Any] = {"attention": engine.model.attention, "tokens": tokens}
     texts: dict[str, list[list[int]]] = {}
     for name, decode in (("plain", DecodeConfig.autoregressive(max_batch_size=1)), ("lookahead", lookahead)):
-        switch(engine, decode)
+        engine.configure(decode)
         for kind, temperature in (("greedy", 0.0), ("sampled", 0.8)):
             params = SamplingParams(
                 max_new_tokens=tokens, temperature=temperature, top_p=0.95 if temperature else 1.0, ignore_eos=True
@@ -221,78 +203,6 @@ def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
     result["captured"], result["graph_reason"] = engine.model.num_captures, engine.model.graph_reason
     engine.close()
     return result
-
-
-def run_static(runner: TreeModel, shape: StaticShape, words: torch.Tensor) -> torch.Tensor:
-    """The program of a graph of `shape`, without a graph."""
-    assert runner.cache is not None
-    inputs, selection = shape.read(words, runner.cache)
-    logits = (runner.compiled or runner.adapter).forward(inputs, runner.cache)
-    return runner.sampler.results(logits, selection, 8, fixed_shapes=True)
-
-
-def default_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
-    """Steps of a tree and of one token by transformers' modules, and as a program that loads a model has them.
-
-    Each is timed as a graph and without one; the model keeps the faster modules. `difference` is the largest of logits
-    over their range.
-    """
-    result: dict[str, Any] = {}
-    runner = _allocated(model, sizes)
-    counts, logits = (max(2, sizes.few_nodes[-2]), 1), dict[int, torch.Tensor]()
-    for form in ("plain", "fused"):
-        if form == "fused":
-            result["replaced"] = accelerate(model).counts
-            result["self_check"] = checks(model)
-        for count in counts:
-            times = result.setdefault(f"{count} nodes", {})
-            program = _static_program(runner, count, sizes)
-            times[f"{form}_eager_ms"] = round(median_ms(program, sizes.device), 4)
-            times[f"{form}_ms"] = round(median_ms(_captured(program, sizes), sizes.device), 4)
-            rows, _ = tree_step(sizes.lengths[0], count, runner.vocab_size)
-            assert runner.cache is not None
-            found = runner.adapter.logits(rows, runner.cache).float()
-            before = logits.setdefault(count, found)
-            times["difference"] = round(((found - before).abs().max() / (before.max() - before.min())).item(), 5)
-            measured(result)
-    return result
-
-
-def compiled_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
-    """The same steps compiled by torch, whose first form takes minutes."""
-    runner, times = _allocated(model, sizes), dict[str, Any]()
-    pack_projections(model)
-    runner.compile()
-    for count in (max(2, sizes.few_nodes[-2]), 1):
-        began = time.perf_counter()
-        program = _static_program(runner, count, sizes)  # it holds what the graph reads
-        run = _captured(program, sizes)
-        times[f"{count} nodes"] = {"first_s": round(time.perf_counter() - began, 2)}
-        times[f"{count} nodes"]["ms"] = round(median_ms(run, sizes.device), 4)
-        times["cost"] = runner.compiled.describe() if runner.compiled is not None else None
-        measured(times)
-    return times
-
-
-def _allocated(model: PreTrainedModel, sizes: Sizes) -> TreeModel:
-    runner = TreeModel(model, graphs=False)
-    runner.allocate(1, max(sizes.lengths), max(sizes.nodes), shapes_like(runner))
-    return runner
-
-
-def _static_program(runner: TreeModel, count: int, sizes: Sizes) -> Program:
-    """The program of a graph for a step of `count` nodes over the shortest length."""
-    assert runner.cache is not None
-    step = tree_step(sizes.lengths[0], count, runner.vocab_size)
-    shape = static_shape(*step, 8, 1, runner.cache.rows_per_slot, NODE_BUCKETS[-1], tree_bits=runner.adapter.reads_bits)
-    assert shape is not None
-    words = words_of(runner, shape, *step).to(sizes.device)
-    return torch.no_grad()(partial(run_static, runner, shape, words))
-
-
-def _captured(program: Program, sizes: Sizes) -> Program:
-    """The program as a graph, where there are graphs."""
-    return CudaCapturer(sizes.device).capture(program) if sizes.device.type == "cuda" else program
 
 
 HYBRID = dict(

@@ -11,17 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engines import StepClock, plain, switch
-from benchmarks.exactness import Group, Worlds
-from benchmarks.race import stock_generate
+from benchmarks.engines import plain, stock_generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.core.step_times import KNOTS
+from lpr.model.capture import CudaCapturer
+from lpr.model.sampling import choice, specification
+from lpr.model.sampling.selection import Selection
 from lpr.planner.facts import read_preset
+from tests.fakes.compared import Group, Worlds
 
 MODELS = ("codellama-7b", "codellama-13b", "codellama-34b")
 TINY = dict(
@@ -39,16 +42,12 @@ class Sizes:
 
     device: torch.device
     models: dict[str, dict[str, Any]]
-    lengths: tuple[int, ...]
-    """Cached lengths of t(n)."""
+    lengths: tuple[int, ...]  # Cached lengths of t(n).
     nodes: tuple[int, ...]
-    few_nodes: tuple[int, ...]
-    """Numbers of nodes that are also timed without graphs."""
-    chains: tuple[int, ...]
-    """Nodes of the chains that trees are compared with."""
+    few_nodes: tuple[int, ...]  # Numbers of nodes that are also timed without graphs.
+    chains: tuple[int, ...]  # Nodes of the chains that trees are compared with.
     copy_bytes: int
-    batches: tuple[int, ...]
-    """Numbers of requests that are decoded together."""
+    batches: tuple[int, ...]  # Numbers of requests that are decoded together.
     num_prompts: int
     max_new_tokens: int
     dtype: torch.dtype
@@ -174,7 +173,7 @@ def end_to_end(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
         settings["auto"] = DecodeConfig(max_batch_size=1)
         engine = bundled(settings["auto"], device, graphs=graphs)
         for name, decode in settings.items():
-            switch(engine, decode)
+            engine.configure(decode)
             numbers: list[tuple[int, int]] = []
 
             def complete(prompt: list[int], engine: Engine = engine, numbers: Any = numbers) -> int:
@@ -205,30 +204,6 @@ def rate(complete: Callable[[list[int]], int], prompts: Sequence[list[int]], dev
         emitted += complete(prompt)
     wait(device)
     return {"tokens": emitted, "tokens_per_s": round(emitted / (time.perf_counter() - began), 1)}
-
-
-def host_share(sizes: Sizes, prompt: str) -> dict[str, Any]:
-    """Median milliseconds of a step before its gather, in the gather, and after it."""
-    graphs = sizes.device.type == "cuda"
-    result = {}
-    for nodes in (1, 32, 64):
-        decode = DecodeConfig(window_size=0, trie_nodes=nodes - 1, max_batch_size=1)
-        engine = bundled(decode, sizes.device, graphs=graphs)
-        clock = engine.hooks = StepClock(time.perf_counter)
-        request = engine.submit(prompt, SamplingParams(max_new_tokens=sizes.max_new_tokens, ignore_eos=True))
-        parts: list[dict[str, float]] = []
-        while request.finish_reason is None:
-            began = time.perf_counter()
-            engine.step()
-            whole = (time.perf_counter() - began) * 1e3
-            gather, before = clock.phases["gather"], clock.phases["draft"] + clock.phases["forward"]
-            after = whole - before - gather
-            parts.append({"before_gather_ms": before, "gather_ms": gather, "after_gather_ms": after})
-        result[f"{nodes} nodes"] = {
-            name: round(statistics.median(part[name] for part in parts[2:]), 4) for name in parts[0]
-        }
-        measured(result)
-    return result
 
 
 def many_requests(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
@@ -295,3 +270,56 @@ def exact_mode(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
         result["equal with exact" if exact else "equal without"] = _same(*found)
         measured(result)
     return result
+
+
+VOCABULARIES = (32_016, 128_256)
+LIMITS = {
+    "greedy": SamplingParams(),
+    "T 0.8": SamplingParams(temperature=0.8, seed=1),
+    "T 0.8, top-p 0.95": SamplingParams(temperature=0.8, top_p=0.95, seed=2),
+    "T 1, top-k 50, top-p 0.9": SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=3),
+}
+
+
+def warm_up(sizes: Sizes) -> dict[str, Any]:
+    """Compile the kernels of a first engine; returns the chosen attention, sampling and captures, and their seconds."""
+    began = time.perf_counter()
+    picked = choice.gpu_pick(sizes.device) if sizes.device.type == "cuda" else specification.pick
+    sampling_s = time.perf_counter() - began
+    began = time.perf_counter()
+    engine = bundled(DecodeConfig(window_size=5, trie_nodes=32), sizes.device, dtype=sizes.dtype)
+    found = {
+        "attention": engine.model.attention,
+        "sampling": "specification" if picked in (specification.pick, specification.choose) else "kernel",
+        "captured": engine.model.num_captures,
+        "graph_reason": engine.model.graph_reason,
+        "compiled": engine.model.compiled.describe() if engine.model.compiled is not None else None,
+        "compile_reason": engine.model.compiled.reason if engine.model.compiled is not None else None,
+        "sampling_compile_s": round(sampling_s, 2),
+        "engine_s": round(time.perf_counter() - began, 2),
+    }
+    engine.close()
+    return found
+
+
+def choices(sizes: Sizes) -> dict[str, Any]:
+    """Microseconds of choosing tokens by vocabulary, rows and limits: lpr's choice, and the specification."""
+    on_gpu = sizes.device.type == "cuda"
+    rows = []
+    for vocabulary, count in product(VOCABULARIES if on_gpu else (500,), (1, 16, 64) if on_gpu else (2,)):
+        logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(count)) * 3
+        logits[:, ::997] += 8  # a few likely tokens, as a model has
+        logits = logits.to(sizes.device, sizes.dtype)
+        for name, params in LIMITS.items():
+            selection = Selection.build([(params, range(count))]).to(sizes.device)
+            versions = {"us": choice.pick, "specification_us": specification.pick}
+            same = torch.equal(*(version(logits, selection) for version in versions.values()))
+            row: dict[str, Any] = {"vocabulary": vocabulary, "rows": count, "limits": name, "same_ids": same}
+            for column, version in versions.items():
+                program = partial(version, logits, selection)
+                run = CudaCapturer(sizes.device).capture(program) if on_gpu else program
+                row[column] = round(1e3 * median_ms(run, sizes.device), 2)
+            rows.append(row)
+            measured({"rows": rows})
+    wait(sizes.device)
+    return {"different": sum(not row["same_ids"] for row in rows), "rows": rows}

@@ -1,10 +1,10 @@
-"""The sections of benchmarks.gpu_check for several GPUs: ranks of a mesh, their gather, and one that is killed."""
+"""The sections of benchmarks.gpu_check for several GPUs: ranks of a mesh, and their gather."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import signal
+import re
 import statistics
 import subprocess
 import sys
@@ -16,16 +16,15 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import parts
-from benchmarks.processes.launch import LAUNCHER, ROOT, RunFailedError, execute, last_line, stop
 from lpr import DecodeConfig, SamplingParams
 from lpr.dist.comm import Comm
 from lpr.dist.runtime import World, join
-from tests.prompts import PROMPTS
+from tests.fakes.prompts import PROMPTS
 
 GATHERED_WORDS = (64, 1024, 16384)
 """Payloads of a timed gather, in int32 words: those of a token each, of a tree, and of a batch of trees."""
 NUM_GATHERS = 50
-KILLED_TOKENS = 256
+ROOT, GRACE = Path(__file__).parents[2], 40.0
 
 
 def ranks(
@@ -37,7 +36,7 @@ def ranks(
         worker = ["-m", "benchmarks.gpu_check", "--worker", str(target), "--device", sizes.device.type, "--tp", str(tp)]
         began = time.perf_counter()
         tiny = ["--tiny"] if "tiny" in sizes.models else []
-        execute([*LAUNCHER, f"--nproc_per_node={num_ranks}", *worker, *tiny], seconds)
+        execute([f"--nproc_per_node={num_ranks}", *worker, *tiny], seconds, Path(folder) / "log")
         record = json.loads(target.read_text())
     record["seconds_with_start"] = round(time.perf_counter() - began, 2)
     found = record.pop("ids")
@@ -47,6 +46,28 @@ def ranks(
             for name in found
         }
     return record
+
+
+def execute(words: list[str], seconds: float, log: Path) -> None:
+    """Run torchrun; raises RuntimeError with the most telling line of its output, or if it takes too long."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    with log.open("w") as output:  # a file: a rank that outlives its launcher would hold a pipe open
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it ends its ranks, and gives them 30 s
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            raise RuntimeError(f"did not end within {seconds:g} s") from None
+        finally:
+            process.kill()
+            process.wait()
+    if code:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip(" =-")]
+        raised = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]+(Error|Exception): ", line)]
+        told = [line for line in raised if "ChildFailedError" not in line] or lines or ["nothing was printed"]
+        raise RuntimeError(f"exit code {code}: {told[-1]}")
 
 
 def work_as_rank(target: Path, sizes: parts.Sizes, tp: int) -> int:
@@ -93,52 +114,3 @@ def gather_times(comm: Comm, device: torch.device) -> dict[str, float]:
                 raise RuntimeError(f"a gather of {words} words has mixed its ranks up")
         found[str(words)] = round(1e6 * statistics.median(times[5:]), 1)
     return found
-
-
-def killed(num_ranks: int, sizes: parts.Sizes, seconds: float) -> dict[str, Any]:
-    """A job of ranks that survive a loss, run without one, then with the last rank killed: texts and seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        prompts = Path(folder) / "prompts.jsonl"
-        prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[: sizes.num_prompts]))
-        texts: list[Any] = []
-        record: dict[str, Any] = {"num_ranks": num_ranks, "prompts": sizes.num_prompts}
-        for kills in (False, True):
-            target = Path(folder) / f"out{kills:d}.jsonl"
-            command = [sys.executable, "-m", "lpr.generate", "--survive", "--lp", str(num_ranks), "--prompts"]
-            command += [str(prompts), "--output", str(target), "--device", sizes.device.type, "--dtype", "float32"]
-            command += ["--max-new-tokens", str(KILLED_TOKENS), "--compile", "off", "--max-batch-size", "1"]
-            began = time.perf_counter()
-            found = run_and_kill(command, target if kills else None, seconds, Path(folder))
-            record[f"seconds {'with' if kills else 'without'} a loss"] = round(time.perf_counter() - began, 2)
-            record["killed"] = found
-            texts.append([json.loads(line)["token_ids"] for line in target.read_text().splitlines()])
-        record["same_ids"] = sum(one == other for one, other in zip(*texts, strict=True))
-    return record
-
-
-def run_and_kill(command: list[str], target: Path | None, seconds: float, folder: Path) -> int:
-    """Run a supervisor to its end; kill its last rank once `target` has a line. Returns how many were killed."""
-    until, num_killed, err = time.monotonic() + seconds, 0, folder / "stderr"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    with err.open("w") as err_file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=err_file, stderr=err_file, env=env)
-        try:
-            while process.poll() is None:
-                if time.monotonic() > until:
-                    raise RunFailedError(f"did not end within {seconds:g} s")
-                if target is not None and not num_killed and target.exists() and target.stat().st_size:
-                    os.kill(max(children(process.pid)), signal.SIGKILL)
-                    num_killed += 1
-                time.sleep(0.02)
-        finally:
-            stop(process)
-    if process.returncode:
-        raise RunFailedError(f"exit code {process.returncode}: {last_line(err.read_text(errors='replace'))}")
-    return num_killed
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started, by Linux's /proc."""
-    return [
-        int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()
-    ]

@@ -1,7 +1,4 @@
-"""Hostile clients in processes of their own: `Attack` starts one, and this module is its program.
-
-They run at nice 10: other machines would do their work.
-"""
+"""Hostile clients in processes of their own: `Attack` starts one, and this module is its program."""
 
 from __future__ import annotations
 
@@ -13,17 +10,16 @@ import resource
 import subprocess
 import sys
 import threading
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# Each registers its probes.
-from benchmarks.hostile import connections, oddities, requests  # noqa: F401
-from benchmarks.hostile.client import Client
-from benchmarks.hostile.probes import PROBES, Probe
 from lpr.config import InputError
+
+# Each registers its probes.
+from tests.fakes.hostile import connections, requests  # noqa: F401
+from tests.fakes.hostile.client import Client
+from tests.fakes.hostile.probes import PROBES, Probe
 
 MOST_PROBLEMS = 50
 END_SECONDS = 150.0
@@ -36,69 +32,44 @@ class Plan:
 
     url: str
     key: str = ""
-    other: str = ""
-    """A neighbour's key."""
-    probes: Sequence[str]
-    """It picks among them at random."""
+    other: str = ""  # A neighbour's key.
+    probes: Sequence[str]  # It picks among them at random.
     seed: str = ""
-    seconds: float = float("inf")
-    """It begins none after this time."""
-    pause: float = 0.0
-    """Mean seconds between two of them."""
-    hold: float = 3.0
-    """Seconds that idle connections stay open."""
-    links: int = 1100
-    """The number of these."""
+    pause: float = 0.0  # Mean seconds between two of them.
+    hold: float = 3.0  # Seconds that idle connections stay open.
 
 
 @dataclass
 class Seen:
     """What it has seen."""
 
-    seen: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By probe, how often each status or end."""
-    times: dict[str, int] = field(default_factory=dict)
-    """How often each probe ran."""
-    notes: dict[str, float] = field(default_factory=dict)
-    """The largest of each value that probes measured."""
-    problems: list[str] = field(default_factory=list)
-    """What should not have been seen."""
+    seen: dict[str, dict[str, int]] = field(default_factory=dict)  # By probe, how often each status or end.
+    problems: list[str] = field(default_factory=list)  # What should not have been seen.
 
 
 def chosen(names: Sequence[str]) -> list[Probe]:
-    """The probes of these names, or all, by the attacks that they repeat; raises InputError."""
+    """The probes of these names, or all; raises InputError."""
     if unknown := set(names) - set(PROBES) - {"all"}:
         raise InputError(f"--probes: unknown {', '.join(sorted(unknown))}; known are all, {', '.join(sorted(PROBES))}")
-    found = [probe for probe in PROBES.values() if "all" in names or probe.name in names]
-    return sorted(found, key=lambda probe: (not probe.item.isdecimal(), len(probe.item), probe.item))
+    return [probe for probe in PROBES.values() if "all" in names or probe.name in names]
 
 
 def attack(plan: Plan, stop: threading.Event) -> Seen:
-    """Do what `plan` says until its time has passed or `stop` is set, each probe of a single one once at least."""
+    """Do what `plan` says until `stop` is set."""
     found = Seen()
-    times: Counter[str] = Counter()
     dice = random.Random(plan.seed)
-    client = Client(
-        plan.url, plan.key, plan.other, seed=plan.seed, hold=plan.hold, links=plan.links, stop=stop
-    )  # fmt: skip
-    end = time.monotonic() + plan.seconds
+    client = Client(plan.url, plan.key, plan.other, seed=plan.seed, hold=plan.hold, stop=stop)
     while not stop.is_set():
         name = dice.choice(plan.probes)
         seen, problem = PROBES[name].once(client)
         if stop.is_set() and problem:
             break  # the service may be stopping
-        times[name] += 1
         kept = found.seen.setdefault(name, {})
         for what, count in seen.items():
             kept[what] = kept.get(what, 0) + count
-        for what, value in client.notes.items():
-            found.notes[what] = max(value, found.notes.get(what, 0.0))
         if problem and len(found.problems) < MOST_PROBLEMS:
             found.problems.append(problem[:500])
-        if time.monotonic() > end:
-            break
         stop.wait(dice.expovariate(1 / plan.pause) if plan.pause else 0.2 * ("refused" in seen))
-    found.times = dict(times)
     return found
 
 
@@ -112,12 +83,6 @@ class Attack:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(plan)) + "\n")
         self._process.stdin.flush()
-
-    def wait(self, seconds: float) -> Seen:
-        """What it has seen at its end, which is awaited for so long; then it is told to end, and awaited again."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        return self.stop()
 
     def tell(self) -> None:
         """Tell it to begin no further probe."""

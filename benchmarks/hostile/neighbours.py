@@ -1,22 +1,33 @@
-"""Well-behaved clients next to hostile ones: their texts are checked, and the times to their first tokens kept."""
+"""The attacked service, and well-behaved clients next to hostile ones, whose texts are checked."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.hostile.under_test import KEYS
+from benchmarks.processes.services import Server, running
 from lpr import Engine, SamplingParams
 
+KEYS = ("attacker-1f0b", "neighbour-7c2e")
+"""Key of the hostile clients, and of their well-behaved neighbours."""
+OPEN_FILES = 1024
+"""`ulimit -n`, which many systems have as default."""
+TEMPLATE = (
+    "{% for _ in range(pad | default(0)) %} {% endfor %}{{ bos_token }}"
+    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}def "
+)
+"""A chat template whose length a client can choose."""
 KEY = KEYS[1]
 """Key of the well-behaved clients."""
 TEXT = 'class Account:\n    """An account."""\n\n    def __init__(self, owner):\n        self.owner = owner\n'
@@ -38,7 +49,6 @@ class Tally:
     """Outcomes of the requests; clients are threads."""
 
     def __init__(self) -> None:
-        """Empty."""
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.first_tokens: list[tuple[float, float]] = []
@@ -54,19 +64,13 @@ class Tally:
                 self.problems.append(f"{what}: {problem}"[:500])
 
 
-def make_cases(model: str, seed: int, crowded: bool = False) -> list[Case]:
-    """Requests of many kinds, most with prompts that begin alike, and an engine's texts for each.
-
-    With `crowded` they are long and of several priorities, so that a small KV cache holds few of them.
-    """
+def make_cases(model: str, seed: int) -> list[Case]:
+    """Requests of many kinds, most with prompts that begin alike, and an engine's texts for each."""
     dice = random.Random(seed)
-    prompts, lengths = (long_prompts(dice), (16, 96, 256)) if crowded else (PROMPTS, (4, 16, 48))
     bodies: list[dict[str, Any]] = []
     for index in range(32):
-        body: dict[str, Any] = {"prompt": dice.choice(prompts), "max_tokens": dice.choice(lengths), "seed": index,
+        body: dict[str, Any] = {"prompt": dice.choice(PROMPTS), "max_tokens": dice.choice((4, 16, 48)), "seed": index,
                 "temperature": dice.choice((0.0, 0.0, 0.8, 1.2))}  # fmt: skip
-        if crowded:
-            body["priority"] = dice.choice((-3, 0, 0, 3))
         if dice.random() < 0.3:
             body |= {"top_p": 0.9, "top_k": 20}
         if dice.random() < 0.3:
@@ -84,12 +88,6 @@ def make_cases(model: str, seed: int, crowded: bool = False) -> list[Case]:
     return [Case(body, tuple(next(texts).text for _ in range(body.get("n", 1)))) for body in bodies]
 
 
-def long_prompts(dice: random.Random) -> list[str]:
-    """Prompts of some 20 to 400 tokens that share beginnings of several lengths."""
-    beginnings = [TEXT * count for count in (1, 4, 12)]
-    return [dice.choice(beginnings) + f"\n\ndef {dice.choice('abcdef')}_{number}(" for number in range(24)]
-
-
 def _params(body: dict[str, Any], number: int) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=body["max_tokens"],
@@ -103,37 +101,28 @@ def _params(body: dict[str, Any], number: int) -> SamplingParams:
 
 
 def ask(
-    url: str, cases: Sequence[Case], seed: str, pause: float, tally: Tally, stop: threading.Event, key: str = KEY,
-    abandons: float = 0.0,
+    url: str, cases: Sequence[Case], seed: str, pause: float, tally: Tally, stop: threading.Event
 ) -> None:  # fmt: skip
-    """Send well-formed requests until `stop`, with `pause` seconds between two of them on average.
-
-    A share `abandons` of the streams is left before its end.
-    """
+    """Send well-formed requests until `stop`, with `pause` seconds between two of them on average."""
     dice = random.Random(seed)
-    with httpx.Client(base_url=url, timeout=300, headers={"Authorization": f"Bearer {key}"}) as client:
+    with httpx.Client(base_url=url, timeout=300, headers={"Authorization": f"Bearer {KEY}"}) as client:
         while not stop.is_set():
             case, stream = dice.choice(cases), dice.random() < 0.5
-            most_lines = dice.randrange(40) if stream and dice.random() < abandons else None
             began = time.monotonic()
-            while not (is_done := ask_once(client, case, stream, began, tally, most_lines)) and not stop.wait(0.5):
+            while not (is_done := ask_once(client, case, stream, began, tally)) and not stop.wait(0.5):
                 pass  # the time to the first token counts from the first attempt
             if pause and is_done:
                 stop.wait(dice.expovariate(1 / pause))
 
 
-def ask_once(
-    client: httpx.Client, case: Case, stream: bool, began: float, tally: Tally, most_lines: int | None = None
-) -> bool:
-    """Send a request and check its answer, or what it was after `most_lines` lines; False if the service was busy."""
+def ask_once(client: httpx.Client, case: Case, stream: bool, began: float, tally: Tally) -> bool:
+    """Send a request and check its answer; False if the service was busy."""
     try:
         with client.stream("POST", "/v1/completions", json={**case.body, "stream": stream}) as answer:
             lines, first = [], None
             for line in answer.iter_lines():
                 first = time.monotonic() if first is None and line.startswith("data: {") else first
                 lines.append(line)
-                if most_lines is not None and len(lines) > most_lines:
-                    break
     except httpx.HTTPError as failure:
         tally.count("answer", repr(failure))
         return True
@@ -144,10 +133,6 @@ def ask_once(
         tally.count("answer", f"{answer.status_code} {' '.join(lines)}")
         return True
     found = texts_of(lines, stream, len(case.texts))
-    if most_lines is not None and not (lines and lines[-1] == "data: [DONE]"):
-        is_right = all(text.startswith(part) for part, text in zip(found, case.texts, strict=True))
-        tally.count("abandoned", "" if is_right else f"{case.body}: {found!r} does not begin {case.texts!r}")
-        return True
     tally.count("answer", "" if found == case.texts else f"{case.body}: {found!r} is not {case.texts!r}")
     if first is not None:
         tally.first_tokens.append((began, first - began))
@@ -176,3 +161,28 @@ def first_tokens(found: Sequence[tuple[float, float]], times: dict[str, tuple[fl
     if result["alone_s"] and result["attacked_s"]:
         result["ratio"] = round(result["attacked_s"] / result["alone_s"], 2)
     return result
+
+
+@contextlib.contextmanager
+def attacked(folder: Path, flags: Sequence[str], threads: int = 0) -> Iterator[Server]:
+    """A service whose files are in `folder`, with two keys and further `flags`."""
+    keys, template = folder / "keys", folder / "template.jinja"
+    keys.write_text(f"attacker {KEYS[0]}\nneighbour {KEYS[1]}\n", encoding="utf-8")
+    template.write_text(TEMPLATE, encoding="utf-8")
+    own = ["--dtype", "float32", "--chat-template", str(template), "--no-access-log", "--protect-metrics"]
+    own += ["--api-key-file", str(keys)]
+    with running([*own, *flags], threads, folder / "log", open_files=OPEN_FILES) as service:
+        yield service
+
+
+def at_rest(url: str, seconds: float = 60.0) -> bool:
+    """True once the service is ready and has no requests; False if that takes longer than `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(httpx.HTTPError):
+            answer = httpx.get(url + "/readyz", timeout=10)
+            state = answer.json() if answer.status_code == 200 else {"running": 1}
+            if not state.get("running") and not state.get("waiting"):
+                return True
+        time.sleep(0.1)
+    return False

@@ -3,16 +3,14 @@
     python -m benchmarks.real_model FOLDER
     python -m benchmarks.peers install --work DIR
     python -m benchmarks.peers run --work DIR --model FOLDER --chat-template --data hub:classeval
-    python -m benchmarks.peers time --work DIR --model FOLDER --chat-template --data hub:classeval --skip 68 --prompts 2
     python -m benchmarks.peers table
 
-`install` clones each peer at its pinned commit, or takes a checkout that `--source lade=DIR` names; `changes` lists the
-deviations from its authors' setup. `run` counts steps, which do not depend on the machine's load. `time` lets all
-contestants complete a prompt in turn, greedily, together with transformers' plain decoding, and needs an idle machine;
-`run` reuses its outputs. Both renew the result file entry by entry, so `run --only lpr` renews lpr's rows alone. An
-interrupted run continues from the rounds in --work. A round (one variant, temperature and seed) begins with empty draft
-indexes. Sampled texts differ between systems by their random numbers, so only lpr's are compared with plain decoding's.
-`table` renews the table of docs/results.md from the result file.
+`install` clones each peer at its pinned commit, or takes a checkout that `--source lade=DIR` names; README.md lists the
+deviations from their authors' setup. `run` counts steps, which do not depend on the machine's load, and renews the
+result file entry by entry, so `run --only lpr` renews lpr's rows alone. An interrupted run continues after the last
+round in --work. A round (one variant, temperature and seed) begins with empty draft indexes. Sampled texts differ
+between systems by their random numbers, so only lpr's are compared with plain decoding's. `table` renews the table of
+docs/results.md from the result file.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ from benchmarks.common import (
     read_options,
     run_main,
     write_json,
-)
+)  # fmt: skip
 from benchmarks.data import load_prompts
 from benchmarks.peers import arctic, lade, own, pia, prompt_lookup
 from benchmarks.peers.environment import install, installed
-from benchmarks.peers.recipe import Peer
-from benchmarks.peers.rounds import FIRST_SEED, Rounds, Task, row_of, time_them
+from benchmarks.peers.rounds import FIRST_SEED, Rounds, Task, row_of
+from benchmarks.peers.worker import Peer
 from benchmarks.report.parts import renew
-from benchmarks.report.steps import peers_table
+from benchmarks.report.tables import peers_table
 from lpr.config import InputError
 
 PEERS: dict[str, Peer] = {peer.name: peer for peer in (own.PEER, prompt_lookup.PEER, lade.PEER, pia.PEER, arctic.PEER)}
@@ -58,36 +56,21 @@ BEGIN, END = "<!-- made by python -m benchmarks.peers table -->", "<!-- end -->"
 class PeersOptions(Options):
     """lpr and its peers, on the same prompts and weights."""
 
-    threads: Whole = 1
-    """CPU threads."""
-    what: tyro.conf.Positional[Literal["install", "run", "time", "table", "changes"]]
-    """What to do."""
-    only: tuple[str, ...] = ()
-    """Some of lpr, transformers, lade, pia, arctic; all if none is given."""
-    work: Path | None = None
-    """Folder for environments and finished rounds."""
-    source: tuple[str, ...] = ()
-    """Checkouts to use instead of cloning, as PEER=DIR."""
-    model: Path | None = None
-    """Model folder, a Llama."""
-    data: str | None = None
-    """Prompts: a file, or hub:classeval and so on."""
-    chat_template: Flag = False
-    """Put each prompt into the model's chat template."""
-    skip: Whole = 60
-    """Leave out the first N prompts."""
-    prompts: Whole = 8
-    """Number of prompts."""
-    max_new_tokens: Whole = 160
-    """Tokens per prompt."""
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    """Temperatures."""
-    seeds: Whole = 1
-    """Number of seeds at temperatures above 0."""
-    variants: tuple[str, ...] = ()
-    """Some variants only, as the table names them."""
-    output: str | None = str(RESULTS / "peers.json")
-    """Result file, renewed entry by entry."""
+    threads: Whole = 1  # CPU threads.
+    what: tyro.conf.Positional[Literal["install", "run", "table"]]  # What to do.
+    only: tuple[str, ...] = ()  # Some of lpr, transformers, lade, pia, arctic; all if none is given.
+    work: Path | None = None  # Folder for environments and finished rounds.
+    source: tuple[str, ...] = ()  # Checkouts to use instead of cloning, as PEER=DIR.
+    model: Path | None = None  # Model folder, a Llama.
+    data: str | None = None  # Prompts: a file, or hub:classeval and so on.
+    chat_template: Flag = False  # Put each prompt into the model's chat template.
+    skip: Whole = 60  # Leave out the first N prompts.
+    prompts: Whole = 8  # Number of prompts.
+    max_new_tokens: Whole = 160  # Tokens per prompt.
+    temperatures: tuple[float, ...] = (0.0, 0.8)  # Temperatures.
+    seeds: Whole = 1  # Number of seeds at temperatures above 0.
+    variants: tuple[str, ...] = ()  # Some variants only, as the table names them.
+    output: str | None = str(RESULTS / "peers.json")  # Result file, renewed entry by entry.
 
 
 def chosen(options: PeersOptions) -> list[Peer]:
@@ -153,27 +136,34 @@ def digest(model: Path) -> str:
 def found_before(options: PeersOptions, facts: dict[str, Any]) -> dict[str, Any]:
     """The result file so far, or an empty one; raises InputError if it is of another task."""
     path = Path(str(options.output))
-    which = {"first_prompt": options.skip, "num_prompts": options.prompts}
-    result = {**facts, **which, "rows": [], "wall_clock": []}
+    which = {**facts, "first_prompt": options.skip, "num_prompts": options.prompts}
+    result: dict[str, Any] = {**which, "rows": [], "wall_clock": []}
     if path.exists():
-        found: dict[str, Any] = read_json(path)
-        names = [*facts, *(which if options.what == "run" and found.get("rows") else ())]  # any prompts can be timed
-        if others := {name: found.get(name) for name in names if found.get(name) != result[name]}:
+        found = read_rows(options)
+        if others := {name: found.get(name) for name in which if found.get(name) != which[name]}:
             raise InputError(f"{path} is of another task ({others}); --output takes another file")
-        names = [name for name in ("rows", "wall_clock", "note", *(which if options.what == "time" else ()))]
-        result |= {name: found[name] for name in names if name in found}
+        result |= {name: found[name] for name in ("rows", "wall_clock", "note") if name in found}
     return result
 
 
-def rounds_of(options: PeersOptions, task: Task) -> Rounds:
-    """The rounds in the work folder; `measure` and `task_of` have checked the options."""
-    assert options.work is not None and options.model is not None
-    return Rounds(options.work, options.model, task, options.threads)
+def read_rows(options: PeersOptions) -> dict[str, Any]:
+    """The result file; raises InputError for a file that is no result of `run`."""
+    found: Any = read_json(str(options.output))
+    wanted = {"rows", "wall_clock", "first_prompt", "num_prompts", "data", "max_new_tokens"}
+    if not isinstance(found, dict) or wanted - set(found):
+        raise InputError(f"{options.output} is no result of benchmarks.peers run")
+    return found
 
 
-def run(options: PeersOptions, console: Console) -> dict[str, Any]:
+def measure(options: PeersOptions, console: Console) -> dict[str, Any]:
     """Count the steps of all rows that are asked for."""
-    peers, task = chosen(options), task_of(options)
+    if options.work is None:
+        raise InputError("run needs --work")
+    peers = chosen(options)
+    if missing := [peer.name for peer in peers if peer.repository and not installed(peer, options.work)]:
+        raise InputError(f"not installed in {options.work}: {', '.join(missing)}; python -m benchmarks.peers install")
+    task = task_of(options)
+    assert options.model is not None
     result = found_before(options, task.facts)
     seeds = list(range(FIRST_SEED, FIRST_SEED + max(1, options.seeds)))
     rows = [
@@ -184,55 +174,23 @@ def run(options: PeersOptions, console: Console) -> dict[str, Any]:
         for variant in peer.variants
         if not options.variants or variant in options.variants
     ]
-    with rounds_of(options, task) as rounds, progress(console, len(rows)) as advance:
+    with Rounds(options.work, options.model, task, options.threads) as rounds, progress(console, len(rows)) as advance:
         for peer, variant, temperature in rows:
             row = row_of(rounds, peer, variant, temperature, seeds if temperature else seeds[:1])
-            keep(result["rows"], row, ("peer", "variant", "temperature"))
-            write(result, options)
+            keep(result["rows"], row)
+            write_json(Path(str(options.output)), {"benchmark": "peers", **result, **circumstances()})
             advance(1, f"{peer.name}, {variant}")
     return result
 
 
-def time_all(options: PeersOptions, console: Console) -> dict[str, Any]:
-    """Time all contestants, a prompt at a time."""
-    peers, task = [peer for peer in chosen(options) if not peer.replays], task_of(options)
-    result = found_before(options, task.facts)
-    base = (prompt_lookup.PEER, prompt_lookup.PLAIN)
-    entries = [
-        base,
-        *(
-            (peer, variant) for peer in peers for variant in peer.variants
-            if (peer, variant) != base and (not options.variants or variant in options.variants)
-        ),
-    ]  # fmt: skip
-    with rounds_of(options, task) as rounds, progress(console, len(task.prompts)) as advance:
-        for entry in time_them(rounds, entries, options.skip, advance):
-            keep(result["wall_clock"], entry, ("peer", "variant", "prompt"))
-            write(result, options)
-    return result
-
-
-def keep(entries: list[dict[str, Any]], entry: dict[str, Any], names: Sequence[str]) -> None:
-    """Replace the entry with the same `names` values, or append it."""
-    for at, each in enumerate(entries):
-        if all(each[name] == entry[name] for name in names):
-            entries[at] = entry
+def keep(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Replace the row of the same peer, variant and temperature, or append it."""
+    names = ("peer", "variant", "temperature")
+    for at, each in enumerate(rows):
+        if all(each[name] == row[name] for name in names):
+            rows[at] = row
             return
-    entries.append(entry)
-
-
-def write(result: dict[str, Any], options: PeersOptions) -> None:
-    """Write the result so far."""
-    write_json(Path(str(options.output)), {"benchmark": "peers", **result, **circumstances()})
-
-
-def measure(options: PeersOptions, console: Console) -> dict[str, Any]:
-    """Run `run` or `time`."""
-    if options.work is None:
-        raise InputError(f"{options.what} needs --work")
-    if missing := [peer.name for peer in chosen(options) if peer.repository and not installed(peer, options.work)]:
-        raise InputError(f"not installed in {options.work}: {', '.join(missing)}; python -m benchmarks.peers install")
-    return run(options, console) if options.what == "run" else time_all(options, console)
+    rows.append(row)
 
 
 def install_all(options: PeersOptions) -> None:
@@ -252,14 +210,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             install_all(options)
             return 0
         if options.what == "table":
-            renew(DOCS, (BEGIN, END), [peers_table(read_json(str(options.output)))])
+            renew(DOCS, (BEGIN, END), [peers_table(read_rows(options))])
             return 0
     except InputError as error:
         print(f"benchmarks.peers: {error}", file=sys.stderr)
         return 2
-    if options.what == "changes":
-        print("\n".join(f"{peer.name}: {change}" for peer in PEERS.values() for change in peer.changes))
-        return 0
     return run_main("peers", PeersOptions, measure, arguments)
 
 

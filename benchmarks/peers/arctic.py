@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.recipe import Peer
-from benchmarks.peers.worker import Complete, Request, main
+from benchmarks.peers.worker import Complete, Peer, Request, main
 
 BUILD_SECONDS = 900
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -45,15 +44,8 @@ PEER = Peer(
     why="A replay of plain decoding's texts: no wall clock. Its global tree keeps the outputs of earlier prompts.",
     repository="https://github.com/snowflakedb/ArcticInference",
     commit="9d4643881608178f0f58a33d1b61919ca246997f",
-    folders={
-        "arctic_inference/suffix_decoding": "arctic_inference/suffix_decoding",
-        "csrc/suffix_decoding": "csrc",
-    },
+    folders={"arctic_inference/suffix_decoding": "arctic_inference/suffix_decoding", "csrc/suffix_decoding": "csrc"},
     requirements=("numpy", "nanobind", "cmake", "ninja"),
-    changes=(
-        "only its suffix tree, compiled with its own CMakeLists.txt, and its Python package: no vLLM",
-        "its simulator's loop is written again here, as the simulator asks for pandas and a tokenizer",
-    ),
     build=build,
     learns=tuple(SETTINGS),
     replays=True,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import git, read_json, write_json
-from benchmarks.peers.recipe import Peer
+from benchmarks.peers.worker import Peer
 from lpr.config import InputError
 
 INSTALL_SECONDS = 1800

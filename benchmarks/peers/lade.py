@@ -10,8 +10,7 @@ import random
 import sys
 from typing import Any
 
-from benchmarks.peers.recipe import Peer
-from benchmarks.peers.worker import Calls, Complete, Request, how_to_choose, main
+from benchmarks.peers.worker import Calls, Complete, Peer, Request, how_to_choose, main
 
 PEER = Peer(
     name="lade",
@@ -25,12 +24,6 @@ PEER = Peer(
     commit="eed010da9c7b1867912675d480feec5629e0c2d0",
     folders={"lade": "lade"},
     requirements=("torch=={torch}", "transformers==4.36.2", "numpy<2", "einops"),
-    changes=(
-        "transformers 4.36.2 as it asks for, but torch as lpr has it instead of one below 2.1.1, with eager attention: "
-        "it knows no other",
-        "config.json in the form of transformers 4 (rope_theta at the top)",
-        "prompts as token ids: transformers 4.36 cannot read the tokenizer's files",
-    ),
     old_weights=True,
 )
 

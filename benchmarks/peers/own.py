@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.peers.recipe import Peer
-from benchmarks.peers.worker import Complete, Request, main
+from benchmarks.peers.worker import Complete, Peer, Request, main
 
 PLAIN, AUTO, TRIE = "plain", "automatic", "trie, 64 nodes"
 PEER = Peer(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from benchmarks.peers.recipe import Peer
-from benchmarks.peers.worker import Complete, Request, main
+from benchmarks.peers.worker import Complete, Peer, Request, main
 
 CUT = "64/12"
 UNCUT = "64/12, its cut at the end token removed"
@@ -26,14 +25,6 @@ PEER = Peer(
     commit="78c9b002749f86a2dc601af3d02c5eaf6cc91507",
     folders={"lookahead/lookahead": "lookahead"},
     requirements=("torch=={torch}", "transformers==4.36.2", "numpy<2"),
-    changes=(
-        "its Mistral instead of its Llama, which has no grouped-query attention: config.json names it, and "
-        "that no window slides",
-        "transformers 4.36.2, which its Mistral asks for, instead of 4.30.2; torch as lpr has it",
-        "config.json in the form of transformers 4 (rope_theta at the top)",
-        "prompts as token ids: transformers 4.36 cannot read the tokenizer's files",
-        f"{UNCUT!r}: a trie whose end tokens are none, instead of the model's",
-    ),
     old_weights=True,
     model_type="mistral",
     learns=(CUT, UNCUT),

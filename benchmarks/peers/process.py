@@ -64,11 +64,9 @@ class Process:
         self._process.stdout.close()
 
     def __enter__(self) -> Self:
-        """The process."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def _answer(self, seconds: float) -> dict[str, Any]:

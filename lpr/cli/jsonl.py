@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,14 @@ from lpr.files import append_whole, start_lines
 SPARE = 65536
 """Bytes that the disk must have room for when the output is opened."""
 _SAMPLING_FIELDS = [each.name for each in fields(SamplingParams)]
+_RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+"""OpenAI's and vLLM's names of fields of SamplingParams."""
+_NEUTRAL = {
+    "messages": [], "n": 1, "best_of": 1, "echo": False, "suffix": "", "stream": False, "tools": [],
+    "response_format": {"type": "text"},
+}  # fmt: skip
+"""Fields of OpenAI's API that would change what is completed, with the value that asks for nothing."""
+_BATCH_URL = "/v1/completions"
 
 
 @dataclass
@@ -44,6 +53,8 @@ def read_prompts(path: Path) -> list[PromptLine]:
         data = path.read_bytes()
     except OSError as failure:
         raise InputError(f"cannot read prompts from {path}: {failure.strerror or failure}") from failure
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # Windows' shells write such files
+        data = data.decode("utf-16", "replace").encode()
     lines = [_parse(number, raw) for number, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
     if not lines:
         raise InputError(f'{path} holds no prompts: it needs one JSON object with a "prompt" per line')
@@ -52,21 +63,61 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
 def _parse(number: int, raw: bytes) -> PromptLine:
     try:
-        record = json.loads(raw.decode("utf-8"))
+        record = json.loads(raw.decode("utf-8-sig"))  # files that were joined have marks within, too
     except UnicodeDecodeError as failure:
         return PromptLine(number, error=f"line {number} is not UTF-8: {failure.reason} at byte {failure.start}")
     except (ValueError, RecursionError) as failure:
         return PromptLine(number, error=f"line {number} is not JSON: {failure}")
-    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        return PromptLine(number, error=f'line {number} has no string "prompt"')
-    prompt, prediction = record.pop("prompt"), record.get("prediction")
-    sampling = {name: record[name] for name in _SAMPLING_FIELDS if name in record}
+    try:
+        fields = _request_of(record)
+        prompt = fields["prompt"]
+        sampling = _sampling_of(fields)
+    except InputError as failure:
+        kept = record if isinstance(record, dict) else {}
+        prompt = kept.pop("prompt", "") if isinstance(kept.get("prompt"), str) else ""
+        return PromptLine(number, prompt, _extra(kept), error=f"line {number}{failure}")
+    return PromptLine(number, prompt, _extra(record), sampling, fields.get("prediction"))
+
+
+def _extra(record: dict[str, Any]) -> dict[str, Any]:
+    """The fields that an output line keeps: not `error`, which would say that the line was not completed."""
+    return {name: value for name, value in record.items() if name not in ("prompt", "error")}
+
+
+def _request_of(record: Any) -> dict[str, Any]:
+    """The fields of a request: a line's own, or those of a line of OpenAI's batch API. Raises InputError."""
+    if not isinstance(record, dict):
+        raise InputError(' has no string "prompt"')
+    fields = record
+    if "prompt" not in record and isinstance(record.get("body"), dict) and "url" in record:
+        fields = record["body"]
+        if record["url"] != _BATCH_URL:
+            raise InputError(f": url: {record['url']!r} is not supported; {_BATCH_URL} is, and lpr.serve has others")
+        known = {"prompt", "prediction", "model", "user", *_SAMPLING_FIELDS, *_RENAMED, *_NEUTRAL}
+        for name in fields.keys() - known:
+            raise InputError(f": body.{name}: this field is not supported")
+    for name, neutral in _NEUTRAL.items():
+        if fields.get(name) not in (None, neutral):
+            raise InputError(f": {name}: this field of OpenAI's API is not supported; lpr.serve has more of them")
+    if not isinstance(fields.get("prompt"), str):
+        raise InputError(' has no string "prompt"')
+    return fields
+
+
+def _sampling_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of SamplingParams that a request sets, under their own names or OpenAI's. Raises InputError."""
+    given = {own: fields[name] for name, own in _RENAMED.items() if fields.get(name) is not None}
+    given |= {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
+    if isinstance(bias := given.get("logit_bias"), dict):
+        if not all(token.isdecimal() for token in bias):
+            raise InputError(": logit_bias: its names are ids of tokens")
+        given["logit_bias"] = [[int(token), value] for token, value in bias.items()]
     try:
         # A line may contradict a default that the command's flags change; the engine checks both together.
-        checked = SamplingParams(**{"max_new_tokens": 2**31 - 1, **sampling})
+        checked = SamplingParams(**{"max_new_tokens": 2**31 - 1, **given})
     except InputError as failure:
-        return PromptLine(number, prompt, record, error=f"line {number}: {failure}")
-    return PromptLine(number, prompt, record, {name: getattr(checked, name) for name in sampling}, prediction)
+        raise InputError(f": {failure}") from failure
+    return {name: getattr(checked, name) for name in given}
 
 
 def _encoded(record: str) -> bytes:

@@ -11,10 +11,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from lpr.cli import plan_service
 from lpr.cli.display import table
 from lpr.cli.flags import read_flags
-from lpr.cli.plan_service import ServiceArgs
 from lpr.config import DecodeConfig, InputError, SamplingParams
 from lpr.model.graphs import MOST_COMMON
 from lpr.model.reserve import CONTEXT, MemoryNeeds
@@ -86,7 +84,6 @@ class Args:
     """Print the names of presets, GPUs and links."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON line instead of tables."""
-    planned: Annotated[ServiceArgs, tyro.conf.OmitArgPrefixes] = ServiceArgs()
 
 
 _DECODE_FLAGS = ("window_size", "ngram_size", "guess_set_size", "trie_nodes", "branch_length", "prefill_chunk")
@@ -128,9 +125,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = 140  # a log file has no edge to wrap at
-        if args.planned.service is not None:
-            return plan_meshes(args, console)
-        plan_service.refuse_without_service(args.planned)
         plan = make_plan(args)
     except InputError as failure:
         print(f"lpr.plan: error: {failure}", file=sys.stderr)
@@ -142,23 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         show(plan, console)
     return 0 if plan.choice is not None else 1
-
-
-def plan_meshes(args: Args, console: Console) -> int:
-    """Plan the meshes of a service; returns the exit code: 0, or 1 if no number of meshes does. Raises InputError."""
-    workload = plan_service.workload_of(args.planned)
-    model = None
-    if not workload.step_times:
-        planned, facts, machine, dtype, given = asked_for(args)
-        meshes(args.gpus)
-        model = plan_service.Model(facts, machine, dtype, {**planned.decode, **given}, args.gpus)
-    kinds = plan_service.kinds_of(args.planned, workload, model)
-    answers = plan_service.plan_service(args.planned, workload, kinds, Console(stderr=True, quiet=args.json))
-    if args.json:
-        print(json.dumps(plan_service.as_json(args.planned, workload, answers, len(kinds))))
-    else:
-        plan_service.show(workload, answers, len(kinds), console)
-    return 0 if answers[0].num_meshes else 1
 
 
 def make_plan(args: Args) -> Plan:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from lpr.core.tree import TokenTree
 
 NOT_A_NUMBER = -1
-"""The model's logits after the node are not numbers, so there is nothing to choose from."""
+"""The model's logits after the node are not numbers, or all -inf: there is nothing to choose from."""
 PROCESSOR_FAILED = -2
 """A logits processor of the request raised an error, or left nothing to choose from."""
 

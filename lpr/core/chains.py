@@ -1,4 +1,4 @@
-"""Drafts for an engine whose verification takes one chain of tokens per sequence, no tree. Twin: native/chains.h.
+"""Drafts for another engine: one chain of tokens per sequence (vLLM) or one tree (SGLang). Twin: native/chains.h.
 
 Such an engine shows no more than each sequence's text. What a step has accepted is read from it: a drafted tree is
 walked along the new tokens. Below every node on that path it is known which child was right, also of children that the
@@ -76,7 +76,10 @@ class ChainState:
 
     def read(self, text: np.ndarray, record: ChainRecord) -> None:
         """Read `text`, which begins with the tokens read; `record` is that of all sequences."""
-        news = text[len(self.tokens) :].tolist()
+        self.extend(text[len(self.tokens) :].tolist(), record)
+
+    def extend(self, news: list[int], record: ChainRecord) -> None:
+        """Read the tokens `news` that follow those read; `record` is that of all sequences."""
         if not self.tokens and news:
             self._drafter.calibration = record.calibration.copy()
         self.tokens += news
@@ -136,6 +139,20 @@ class ChainState:
             node = best[node]
         return [min(1.0, trust * each) for each in self._probabilities]
 
+    def draft_tree(self, depth: int, num_nodes: int) -> tuple[list[int], list[int]]:
+        """Draft a tree of at most `num_nodes` nodes below the last token; returns tokens and parents, the root first.
+
+        A node's parent has a smaller index; the root's is -1.
+        """
+        self._chain, self._probabilities = [], []
+        if not self.tokens:
+            raise ValueError("a sequence without tokens has no root")
+        tree = TokenTree(self.tokens[-1])
+        if depth >= 1 and self._is_readable:
+            self._tree = tree
+            self._drafter.draft(tree, num_nodes, depth, FixedPrice(0.0))
+        return list(tree.tokens), list(tree.parents)
+
     def keep(self, count: int) -> list[int]:
         """Cut the drafted chain to `count` tokens; returns them."""
         del self._chain[count:], self._probabilities[count:]
@@ -143,7 +160,7 @@ class ChainState:
 
 
 class Chains:
-    """Drafts chains for the sequences of a batch."""
+    """Drafts for the sequences of a batch."""
 
     def __init__(self, num_nodes: int, times: Sequence[float]) -> None:
         """Chains chosen among `num_nodes` nodes per sequence. `times` are those of a step at `constants.KNOTS`."""
@@ -177,6 +194,14 @@ class Chains:
         for _, number in ranked[: int(np.argmax(rates))]:
             counts[number] += 1
         return [state.keep(count) for state, count in zip(states, counts, strict=True)]
+
+    def draft_trees(
+        self, states: Sequence[ChainState], news: Sequence[np.ndarray], depth: int
+    ) -> list[tuple[list[int], list[int]]]:
+        """Read the sequences' `news` (int32 [num_tokens] each), and draft a tree for each, all of the same cost."""
+        for state, tokens in zip(states, news, strict=True):
+            state.extend(tokens.tolist(), self._record)
+        return [state.draft_tree(depth, self._num_nodes) for state in states]
 
     def _floor(self, count: int) -> float:
         """The probability below which no token pays in a step of `count` sequences."""

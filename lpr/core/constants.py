@@ -55,7 +55,7 @@ CANDIDATE_WEIGHTS = [RECYCLED_WEIGHT * probability_of(score) for score in range(
 """Weight of a recycled candidate by its score."""
 
 # Alignment with a prediction (lpr.core.alignment); strengths are lengths of matches. Measured on the first 97 tasks of
-# EditEval with their own inputs and with those of other tasks (benchmarks.edits).
+# EditEval with their own inputs and with those of other tasks (commit cacb7da: benchmarks/edits.py).
 PREDICTION_TRUST = 0.5
 """Weight of a place in the prediction; one of the request itself has 1."""
 FIRST_STRENGTH = 8
@@ -177,7 +177,7 @@ _GREEDY = _Fit(
         Source.SHARED_TRIE + SEVERAL: -0.55,
     },
 )
-# Fitted on texts of SmolLM2-135M-Instruct at temperature 0.8 (16 ClassEval tasks, benchmarks.record), with the noise in
+# Fitted on texts of SmolLM2-135M-Instruct at temperature 0.8 (16 ClassEval tasks), with the noise in
 # the odds and the fit above as the prior.
 _SAMPLED = _Fit(
     levels=(

@@ -88,6 +88,9 @@ class Comm:
     def loaded(self) -> None:
         """End the start: from now on a wait ends after the time-out of a step, not after that of loading."""
 
+    def leave(self, reason: str) -> None:
+        """Tell the other ranks that this one cannot go on: they end with this reason, or go on without it."""
+
     def before_close(self, release: Callable[[], None]) -> None:
         """Call `release`, a method, before communicators end if its object is alive then.
 
@@ -161,6 +164,10 @@ class ProcessComm(Comm):
         self._tp_group.limit(self._timeout)
         if self.tp_mesh is not None:
             limit_replica(self.tp_mesh, self._timeout)
+
+    def leave(self, reason: str) -> None:
+        """As Comm.leave."""
+        self._members.stop(reason)
 
     def before_close(self, release: Callable[[], None]) -> None:
         """As Comm.before_close."""

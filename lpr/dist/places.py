@@ -14,13 +14,30 @@ import socket
 import sys
 from collections.abc import Mapping
 
+from lpr.config import InputError
+
 SUPERVISED = "LPR_SUPERVISED"
 """Set where lost ranks are replaced while the others go on: the process id of their supervisor."""
 DOOR = "LPR_STORE_DOOR"
 """File descriptor of a supervised rank's door to the rendezvous store."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the network interface of gloo and of NCCL."""
+_DIGITS = 9
+"""Most digits of a number in the environment."""
 _FOREIGN = ("GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT")
+
+
+def is_launched() -> bool:
+    """True if torchrun, or another launcher with its environment, started this process."""
+    return bool(os.environ.get("RANK") and os.environ.get("MASTER_ADDR"))
+
+
+def whole_number(name: str, default: int) -> int:
+    """A whole number of a launcher's environment; raises InputError. An empty variable is one that is not set."""
+    text = os.environ.get(name) or str(default)
+    if not text.strip().isdecimal() or len(text) > _DIGITS:
+        raise InputError(f"{name} must be a whole number, not {text[:40]!r}: unset it, or use torchrun")
+    return int(text)
 
 
 def die_with_parent() -> None:

@@ -28,12 +28,14 @@ from lpr.dist.group import FindLoss, Group, join_replica, leave_replica
 from lpr.dist.heartbeat import Heartbeat
 from lpr.dist.membership import Membership
 from lpr.dist.nccl import prepare_environment
-from lpr.dist.places import DOOR, SUPERVISED, die_with_parent
+from lpr.dist.places import DOOR, SUPERVISED, die_with_parent, is_launched, whole_number
 from lpr.dist.private_store import PrivateStore, inherited_door
 from lpr.dist.rendezvous import Member, Rendezvous
 
 CLOSE_SECONDS = 20.0
 """Time for a rank that has failed to end its communicators, after which it ends its process."""
+_PORT = 29500
+"""torchrun's port."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +59,34 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read what torchrun sets (RANK, WORLD_SIZE and their kin); without it, a world of one."""
-        try:
-            size = int(os.environ.get("WORLD_SIZE", "1"))
-            return cls(
-                rank=int(os.environ.get("RANK", "0")),
-                size=size,
-                local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-                attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-                launched="RANK" in os.environ and "MASTER_ADDR" in os.environ,
-                supervised=SUPERVISED in os.environ,
-                has_agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            )
-        except ValueError as failure:
-            raise InputError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {failure}") from failure
+        """Read what torchrun sets (RANK, WORLD_SIZE and their kin); without a rank and an address, a world of one.
+
+        Compose files, schedulers and notebooks leave WORLD_SIZE or LOCAL_RANK behind, which alone say nothing. Raises
+        InputError for numbers that are none, and for ranks that cannot meet.
+        """
+        alone = cls(rank=0, size=1, local_rank=0, attempt=0, launched=False)
+        if not os.environ.get("RANK") and not os.environ.get("MASTER_ADDR"):
+            return alone
+        size, rank = whole_number("WORLD_SIZE", 1), whole_number("RANK", 0)
+        if not is_launched():
+            if size == 1 and rank == 0:
+                return alone
+            missing = "RANK" if os.environ.get("MASTER_ADDR") else "MASTER_ADDR"
+            raise InputError(f"rank {rank} of WORLD_SIZE {size} has no {missing}: use torchrun, or unset its variables")
+        if size < 1 or (rank >= size and SUPERVISED not in os.environ):
+            raise InputError(f"RANK {rank} is no rank of WORLD_SIZE {size}: start the ranks with torchrun")
+        if size > 1:
+            whole_number("MASTER_PORT", _PORT)
+        return cls(
+            rank=rank,
+            size=size,
+            local_size=whole_number("LOCAL_WORLD_SIZE", size),
+            local_rank=whole_number("LOCAL_RANK", 0),
+            attempt=whole_number("TORCHELASTIC_RESTART_COUNT", 0),
+            launched=is_launched(),
+            supervised=SUPERVISED in os.environ,
+            has_agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
 
     def mesh_shape(self, tp: int, lp: int | None = None) -> tuple[int, int]:
         """The mesh (lp, tp) of this world for replicas of `tp` ranks; raises InputError if it has no such mesh."""
@@ -215,7 +230,7 @@ def connect_store(world: World, limit: timedelta, is_host: bool = False) -> dist
     """
     if world.supervised:
         return _private_store(limit)
-    host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
+    host, port = os.environ["MASTER_ADDR"], whole_number("MASTER_PORT", _PORT)
     base = dist.TCPStore(
         host, port, None, is_master=is_host, timeout=limit, wait_for_workers=False, multi_tenant=is_host
     )
@@ -228,7 +243,7 @@ def _private_store(limit: timedelta) -> PrivateStore:
     return PrivateStore(inherited_door(DOOR), limit)
 
 
-def leave(world: World, code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End the process with `code`.
 
     Under a launcher at once: threads of destroyed groups can abort a process that is tearing down otherwise.
@@ -236,6 +251,6 @@ def leave(world: World, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     gc.unfreeze()
-    if world.size > 1 or world.supervised:
+    if is_launched():
         os._exit(code)
     sys.exit(code)

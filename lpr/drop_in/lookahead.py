@@ -13,7 +13,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +25,11 @@ from lpr.config import DecodeConfig, InputError
 from lpr.drop_in.rows import OutputBatch, OutputRow
 from lpr.engine.engine import Engine
 from lpr.engine.request import Request
-from lpr.model.kv_cache import CACHE_ARGUMENTS
+from lpr.engine.turns import PATIENCE
+from lpr.model.adapter import evaluating, own_attention
 from lpr.model.loader import wrap
+from lpr.model.modes import autocasts
+from lpr.model.transformers_versions import CACHE_ARGUMENTS
 
 
 class HandOver:
@@ -58,7 +61,8 @@ class Lookahead:
     """A `custom_generate` for transformers that decodes with lpr: the same tokens in fewer forwards.
 
     The engine (tree attention, K/V cache, draft indexes) stays on the model from call to call and grows with its
-    batches; between calls the model has its own attention. One call at a time runs on a model.
+    batches; outside its steps the model has its own attention. Calls of several threads share the engine and take turns
+    step by step; one that needs a larger engine, or another configuration, waits until the others have ended.
     """
 
     __signature__ = HandOver()
@@ -96,9 +100,7 @@ class Lookahead:
         batch = OutputBatch(input_ids, num_pads, generation_config, logits_processor, stopping_criteria, lpr_streamer)
         sampled = generation_config.do_sample
         seeds = torch.randint(2**63 - 1, (len(prompts),)).tolist() if sampled else [0] * len(prompts)
-        kept = EngineCache.of(model)
-        with kept.lock, evaluating(model), kept.attention(model):
-            engine = kept.engine_for(model, self.decode, prompts, batch.max_new_tokens, self.exact)
+        with EngineCache.of(model).engine_for(model, self.decode, prompts, batch.max_new_tokens, self.exact) as engine:
             requests: dict[Request, OutputRow] = {}
             try:
                 for row, prompt, seed in zip(batch.rows, prompts, seeds, strict=True):
@@ -121,18 +123,18 @@ lookahead = Lookahead()
 
 def advance(engine: Engine, requests: dict[Request, OutputRow], batch: OutputBatch) -> None:
     """One step of all rows; a row that is padded from its end on leaves the engine there."""
-    for request in engine.step():
-        row = requests.get(request)
-        if row is None:
-            continue  # aborted by an earlier call
+    if not any(request.chunks for request in requests):  # another thread's step may have added some
+        engine.step()
+    for request, row in requests.items():
+        reason = request.finish_reason  # read first: another thread's step may end it behind what is taken
         for chunk in request.take():
             for token in chunk.token_ids:
                 batch.push(row, token)
         if row.finished_at is not None and (batch.pads or batch.is_complete):
             engine.abort(request)  # tokens and errors behind its end are dropped
-        elif request.finish_reason == "error":
+        elif reason == "error":
             raise row.failure or RuntimeError(f"row {row.index}: {request.error}")
-        elif request.finish_reason == "length" and row.length < batch.ids.shape[1]:
+        elif reason == "length" and row.length < batch.ids.shape[1]:
             raise InputError(
                 f"row {row.index} reached the model's {engine.max_length} positions unfinished; ask for fewer tokens"
             )
@@ -172,6 +174,8 @@ def refuse(
         _refuse(f"{mode.value.replace('_', ' ')} ({', '.join(given) or 'generation mode'})")
     if model.config.is_encoder_decoder:
         _refuse("an encoder-decoder model")
+    if autocasts():
+        _refuse("torch.autocast, as it runs a model in the model's own dtype")
     if synced_gpus:
         _refuse("synced_gpus (ZeRO-3 or FSDP)")
     if config.return_dict_in_generate:
@@ -193,7 +197,7 @@ def _refuse(what: str) -> None:
 
 
 class EngineCache:
-    """A model's engine between calls, and the attention that the engine needs.
+    """A model's engine between calls.
 
     It is an attribute of the model: the engine holds the model, so a table would keep both alive for ever. Copies and
     pickles of the model leave it out.
@@ -202,10 +206,14 @@ class EngineCache:
     NAME = "_lpr_kept"
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         self.engine: Engine | None = None
         self._made_for: tuple[Any, ...] | None = None
-        self._tree_attention: list[Any] = []
+        self._free = threading.Condition()
+        """Notified when a call ends, or has made the engine."""
+        self._callers: set[int] = set()
+        """Threads whose calls the engine works on."""
+        self._mode = ExitStack()
+        """Restores the model's mode after the last call."""
 
     def __reduce__(self) -> tuple[type[EngineCache], tuple[()]]:
         return EngineCache, ()
@@ -216,21 +224,6 @@ class EngineCache:
         return model.__dict__.setdefault(cls.NAME, cls())
 
     @contextmanager
-    def attention(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let the model use the engine's attention, and restore its own at the end."""
-        configs = attention_configs(model)
-        own = [config._attn_implementation_internal for config in configs]
-        if len(self._tree_attention) == len(configs):
-            _set_attention(configs, self._tree_attention)
-        else:
-            self.engine = None
-        try:
-            yield
-        finally:
-            if self.engine is not None:
-                self._tree_attention = [config._attn_implementation_internal for config in configs]
-            _set_attention(configs, own)
-
     def engine_for(
         self,
         model: PreTrainedModel,
@@ -238,50 +231,67 @@ class EngineCache:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         exact: bool = False,
-    ) -> Engine:
-        """The engine, with a slot per prompt and room for its tokens as far as the model has positions.
+    ) -> Iterator[Engine]:
+        """The engine for one call, with a slot per prompt and room for its tokens as far as the model has positions.
 
         The cache grows by powers of two and never shrinks. Learned outputs of earlier calls stay, their K/V does not:
-        the model may have been trained in between.
+        the model may have been trained in between. While calls of other threads run, one that fits joins them, and
+        another one waits. Raises InputError within a call of the same thread.
         """
-        if self.engine is not None and not self.engine.is_idle:
-            raise InputError("generate with lpr.lookahead cannot run inside another such call on the same model")
+        caller, longest = threading.get_ident(), max(map(len, prompts)) + max_new_tokens
+        with ExitStack() as leaving:
+            with self._free:
+                if caller in self._callers:
+                    raise InputError("generate with lpr.lookahead cannot run inside another such call on its model")
+                how = model, decode, len(prompts), longest, exact
+                if not self._free.wait_for(lambda: not self._callers or self._fits(*how), PATIENCE):
+                    raise RuntimeError(f"another thread's generate has used this model for {PATIENCE:.0f} seconds")
+                is_alone = not self._callers
+                self._callers.add(caller)
+                leaving.callback(self._leave, caller)
+                if is_alone:
+                    self._mode.enter_context(evaluating(model))
+                    self._make(*how)
+                    self._free.notify_all()
+                engine = self.engine
+            assert engine is not None
+            yield engine
+
+    def _leave(self, caller: int) -> None:
+        with self._free:
+            self._callers.discard(caller)
+            if not self._callers:
+                self._mode.close()
+            self._free.notify_all()
+
+    def _key(self, model: PreTrainedModel, exact: bool) -> tuple[Any, ...]:
+        """What an engine was made for and cannot change."""
         vocab_size = model.config.get_text_config(decoder=True).vocab_size  # drafts must not have ids of a larger one
-        made_for = model.device, model.dtype, vocab_size, exact, torch.get_num_threads() if exact else None
-        if self._made_for != made_for:
-            self.engine = None
-        length = max(256, 1 << (max(map(len, prompts)) + max_new_tokens - 1).bit_length())
+        return model.device, model.dtype, vocab_size, exact, torch.get_num_threads() if exact else None
+
+    def _wanted(self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int) -> DecodeConfig:
+        """The configuration for a call; no smaller than the engine's."""
+        length = max(256, 1 << (longest - 1).bit_length())
         length = min(length, wrap(model, None).max_positions or length)
-        slots = len(prompts)
         if self.engine is not None:
             length, slots = max(length, self.engine.max_length), max(slots, self.engine.decode.max_batch_size)
-        wanted = replace(decode, max_batch_size=slots, max_length=length)
+        return replace(decode, max_batch_size=slots, max_length=length)
+
+    def _fits(self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int, exact: bool) -> bool:
+        """True if a call can join those that run."""
+        if self.engine is None or self._made_for != self._key(model, exact):
+            return False
+        return self.engine.decode == self._wanted(model, decode, slots, longest)
+
+    def _make(self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int, exact: bool) -> None:
+        """Make the engine, or configure the one that there is."""
+        key = self._key(model, exact)
+        if self.engine is not None and (self._made_for != key or not self.engine.replica.watch.is_followed()):
+            self.engine = None
+        wanted = self._wanted(model, decode, slots, longest)
         if self.engine is None:
-            self.engine = Engine.from_model(model, decode=wanted, prefix_reuse=False, exact=exact)
-            self._made_for = made_for
+            with own_attention(model):
+                self.engine = Engine.from_model(model, decode=wanted, prefix_reuse=False, exact=exact)
+            self._made_for = key
         elif self.engine.decode != wanted:
             self.engine.configure(wanted, keep_drafts=True)
-        return self.engine
-
-
-def attention_configs(model: PreTrainedModel) -> list[Any]:
-    """The configs that choose the attention of the model's parts, each once."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    return list({id(each): each for each in configs if hasattr(each, "_attn_implementation_internal")}.values())
-
-
-def _set_attention(configs: Sequence[Any], names: Sequence[Any]) -> None:
-    for config, name in zip(configs, names, strict=True):
-        config._attn_implementation_internal = name
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluate without dropout, and restore the mode of each module at the end."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -93,11 +93,21 @@ class CommandLog:
         """On the driver: put a command at the end of the log."""
         self._waiting.append(command)
 
+    def pop(self) -> Command | None:
+        """In a world of one rank: the next command, which the caller applies; None if there is none."""
+        if self._message:  # of a mesh that had more ranks
+            self._waiting[:0], self._message = decode(self._message), b""
+        return self._waiting.pop(0) if self._waiting else None
+
+    def put_back(self, command: Command) -> None:
+        """Put a command of `pop` that could not be applied before all others."""
+        self._waiting.insert(0, command)
+
     def announce(self) -> int:
         """Bytes of the commands that the running step's header announces; later ones wait for the next step."""
         if not self._message and self._waiting:
-            self._message = encode(self._waiting)
-            self._waiting = []
+            waiting, self._waiting = self._waiting, []  # Python's collector may post more meanwhile
+            self._message = encode(waiting)
         return len(self._message)
 
     def receive(self, num_bytes: int) -> list[Command]:

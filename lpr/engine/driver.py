@@ -1,19 +1,25 @@
 """The driver's side of an engine: commands in order, the steps between them, and the mesh.
 
 World rank 0 is the *driver*: it puts commands in order, and every rank, the driver included, applies them after the
-same step. A world of one applies a command at once, without encoding it.
+same step. A world of one applies them without encoding them, between two steps at once.
+
+An exception in a step, of a hook, a tokenizer or Ctrl-C, may leave the replica in part. A world of one then ends the
+requests of the step, forgets all K/V and goes on. With several ranks the others may have taken the step: this rank
+leaves the job, and its engine refuses further calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lpr.dist.comm import Comm, is_alone, is_driver
-from lpr.dist.errors import MeshChangedError
+from lpr.dist.errors import CommError, MeshChangedError, first_line
 from lpr.engine.commands import Command, CommandLog, Costs, TakeIn
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
 from lpr.engine.scheduler import Schedule
+from lpr.model.modes import in_own_modes
+from lpr.protocol import Abort, MeshError, Stop
 
 
 class Driver:
@@ -24,15 +30,18 @@ class Driver:
         self.log = CommandLog(comm)
         self._invited: set[int] = set()
         """Replicas that this rank, as the driver, has asked all to take in."""
+        self._is_busy = False
+        """True in a step and while commands are applied: what a hook or Python's collector posts then waits."""
 
-    def post(self, command: Command) -> None:
-        """On the driver: let all ranks apply a command after the running step. Other ranks' calls do nothing."""
+    def post(self, *commands: Command) -> None:
+        """On the driver: let all ranks apply commands after the running step. Other ranks' calls do nothing."""
+        self.replica.check_open()
         if not is_driver(self.comm):
             return
-        if is_alone(self.comm) and self.log.is_empty:
-            self._apply([command])
-        else:
+        for command in commands:
             self.log.post(command)
+        if is_alone(self.comm) and not self._is_busy:
+            self._guard(self._apply_waiting)
 
     def post_and_wait(self, command: Command) -> None:
         """On idle ranks that all come here: apply the driver's `command` and all before it."""
@@ -45,33 +54,94 @@ class Driver:
 
     def submit(self, request: Request) -> None:
         """Submit a request that all ranks, or the driver alone, have made."""
-        self.replica.requests.announced[request.id] = request
-        self.post(request.submit)
+        self.replica.check_open()
+        announced = self.replica.requests.announced
+        try:
+            announced[request.id] = request
+            self.post(request.submit)
+        except BaseException:
+            announced.pop(request.id, None)
+            raise
 
+    @in_own_modes
     def step(self) -> None:
         """Take a step if there is work, and apply the commands after it. Else wait for commands on other ranks."""
+        self.replica.check_open()
+        if self._is_busy:
+            raise RuntimeError("the engine is in a step: a hook or processor cannot take another one")
+        self._guard(self._step)
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Change the replica; an exception leaves a replica that can go on, or none."""
+        self._is_busy = True
+        try:
+            if not self.replica.is_whole:  # the end of an earlier exception was interrupted itself
+                self._fail(KeyboardInterrupt())
+            action()
+        except MeshError:
+            raise
+        except BaseException as failure:
+            self._fail(failure)
+            raise
+        finally:
+            self._is_busy = False
+
+    def _fail(self, failure: BaseException) -> None:
+        if is_alone(self.comm):
+            if not self.replica.is_whole:
+                self.replica.recover(failure)
+            return
+        rank = self.comm.rank * self.comm.tp_size + self.comm.tp_rank
+        reason = f"rank {rank} failed in a step: {type(failure).__name__}: {first_line(failure)}"
+        self.replica.closed = CommError(reason)
+        self.comm.leave(reason)
+        self.replica.abandon_all(failure)
+
+    def _step(self) -> None:
         if self.replica.scheduler.is_idle:
-            received = self.log.receive_idle()
-            self._follow_mesh()
-            self._apply(received)
+            self._apply_idle()
         schedule = self.replica.schedule()
         if not schedule.is_empty:
             self._advance(schedule)
         self._invite()
 
+    def _apply_idle(self) -> None:
+        if is_alone(self.comm):
+            self.comm.check()
+            self._follow_mesh()
+            self._apply_waiting()
+        else:
+            received = self.log.receive_idle()
+            self._follow_mesh()
+            self._apply(received)
+
     def _advance(self, schedule: Schedule[Request]) -> None:
         """Take a step and apply the commands after it; if a rank is lost in it, drop it and go on without."""
+        alone = is_alone(self.comm)
         try:
-            result = self.replica.run(schedule, self.log.announce())
+            result = self.replica.run(schedule, 0 if alone else self.log.announce())
         except MeshChangedError:
             self._follow_mesh()
             return
         self.replica.update(schedule, result.outcomes)
         if self.replica.new_times is not None:
             self.post(Costs(self.replica.new_times.to_json()))
+        if alone:
+            self._apply_waiting()
+            return
         received = self.log.receive(result.num_command_bytes)
         self._follow_mesh()
         self._apply(received)
+
+    def _apply_waiting(self) -> None:
+        """In a world of one rank: apply the commands that wait, up to one that takes other ranks in."""
+        while is_alone(self.comm) and (command := self.log.pop()) is not None:
+            try:
+                self.replica.apply(command)
+            except BaseException:
+                if isinstance(command, Abort | Stop):  # still wanted, and no harm if it is applied again
+                    self.log.put_back(command)
+                raise
 
     def _apply(self, received: Sequence[Command]) -> None:
         newcomers: list[int] = []
@@ -96,7 +166,7 @@ class Driver:
     def _invite(self) -> None:
         """On the driver: let replicas that have loaded join after this step."""
         membership, requests = self.comm.membership, self.replica.requests.open.values()
-        if membership is None or self.replica.is_stopped or not is_driver(self.comm):
+        if membership is None or self.replica.closed is not None or not is_driver(self.comm):
             return
         newcomers = [each for each in membership.newcomers if each not in self._invited]
         if newcomers and all(request.is_portable for request in requests):

@@ -28,10 +28,12 @@ from lpr.engine.hooks import StepHooks
 from lpr.engine.options import EngineOptions
 from lpr.engine.replica import Replica
 from lpr.engine.request import Completion, Prompt, Request
-from lpr.engine.requests import check_request, encode_prediction, encode_prompt
+from lpr.engine.requests import check_history, check_request, checked_ids, encode_prediction, encode_prompt
 from lpr.engine.scheduler import Scheduler
 from lpr.engine.trie_file import fingerprint_of, read_history, write_trie
+from lpr.engine.turns import in_turn
 from lpr.model.loader import Loaded, load, wrap
+from lpr.model.modes import in_own_modes
 from lpr.model.parallel import TensorParallel
 from lpr.model.sampling.processors import Processor
 from lpr.protocol import Abort, Chunk, RequestId, Stop, Submit
@@ -47,8 +49,12 @@ class Engine:
     With several ranks, rank 0 is the driver: its calls become commands, which every rank applies after the same step.
     The others call `work`, which takes part until the driver calls `close`. Where every rank runs the same program
     instead, they may make the same calls in the same order, and each gets the results; rank 0's calls count.
+
+    Threads may share an engine: each call, and each step of `generate` and `stream`, is one thread's turn. Within a
+    step, a logits processor or a hook may not take another one of the same engine (RuntimeError).
     """
 
+    @in_own_modes
     def __init__(
         self,
         loaded: Loaded,
@@ -67,6 +73,8 @@ class Engine:
         self.options = options if options is not None else EngineOptions()
         self.tokenizer, self.eos_token_ids = loaded.tokenizer, loaded.eos_token_ids
         self.replica = Replica(loaded, decode, self.options, self.comm)
+        self.turns = self.replica.turns
+        """Held by the thread whose turn it is; `with engine.turns:` makes several calls one turn."""
         self.driver = Driver(self.replica, self.comm)
         self.model = self.replica.model
         membership = self.comm.membership
@@ -79,6 +87,7 @@ class Engine:
         self.comm.loaded()
 
     @classmethod
+    @in_own_modes
     def from_pretrained(
         cls,
         path_or_hub_id: str,
@@ -140,15 +149,17 @@ class Engine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InputError(f"{len(prompts)} prompts came with {len(params)} SamplingParams")
-        requests = [self._make(*each, logits_processors) for each in zip(prompts, params, strict=True)]
-        for request in requests:
-            self.driver.submit(request)
+        self.turns.refuse_within("generate")
+        with self.turns:
+            requests = [self._make(*each, logits_processors) for each in zip(prompts, params, strict=True)]
         try:
+            with self.turns:
+                for request in requests:
+                    self.driver.submit(request)
             while any(request.finish_reason is None for request in requests):
                 self.step()
         finally:  # after an interruption they would run on during later calls
-            for request in requests:
-                self.abort(request)
+            self.abort(*requests)
         return [request.completion() for request in requests]
 
     def stream(
@@ -160,13 +171,14 @@ class Engine:
         """
         request = self.submit(prompt, params, logits_processors)
         try:
-            while request.chunks or request.finish_reason is None:
+            while request.finish_reason is None or request.chunks:  # in this order: another thread may end it between
                 if not request.chunks:
                     self.step()
                 yield from request.take()
         finally:
             self.abort(request)
 
+    @in_turn
     def submit(
         self,
         prompt: Prompt,
@@ -220,6 +232,7 @@ class Engine:
     ) -> Request:
         """The request that `submit` submits, with further `fields` of its command; raises InputError."""
         ids, table = self.encode(prompt), self.replica.requests
+        delivered = self._ids(delivered, "delivered tokens are a list of ids")
         check_request(len(ids), params, fields.get("priority", 0), self.max_length, self.model.vocab_size)
         id = table.new_id(id)
         fields |= {"has_processors": bool(processors), "arrived": time.monotonic() if arrived is None else arrived}
@@ -232,18 +245,25 @@ class Engine:
         """The token ids of a prompt; raises InputError if it is empty or has an id outside the vocabulary."""
         return encode_prompt(prompt, self.tokenizer, self.model.vocab_size)
 
-    def abort(self, request: Request) -> None:
-        """Drop a request after the running step, on all ranks; a finished one is left as it is."""
-        if request.finish_reason is None and not self.is_stopped:
-            self.driver.post(Abort(request.id))
+    @in_turn
+    def abort(self, *requests: Request) -> None:
+        """Drop requests after the running step, on all ranks; finished ones are left as they are."""
+        if not self.is_stopped:
+            self.driver.post(*[Abort(request.id) for request in requests if request.finish_reason is None])
 
     def step(self) -> list[Request]:
         """Advance the running requests by one step; returns those that it added something to, or that ended.
 
         Without work, ranks other than the driver wait here for its next command.
         """
-        self.driver.step()
-        return self.replica.take_advanced()
+        with self.turns:
+            self.turns.refuse_within("step")
+            self.turns.is_stepping = True
+            try:
+                self.driver.step()
+            finally:
+                self.turns.is_stepping = False
+            return self.replica.take_advanced()
 
     def work(self) -> None:
         """On every rank but the driver: take part in each step until the driver calls `close`.
@@ -254,12 +274,15 @@ class Engine:
         while not self.is_stopped and not is_driver(self.comm):
             self.step()
 
+    @in_turn
     def drain(self) -> None:
         """Take no further requests; those submitted are completed."""
         self.driver.post(Drain())
 
+    @in_turn
     def close(self) -> None:
         """End the job on all ranks, aborting what runs; frees captured graphs, which communicators must outlive."""
+        self.turns.refuse_within("close")
         if not self.is_stopped:
             self.driver.post(Stop())
         while not self.is_stopped:
@@ -267,6 +290,8 @@ class Engine:
         self.replica.start_times.keep(self.step_times)
         self.model.release()
 
+    @in_turn
+    @in_own_modes
     def configure(self, decode: DecodeConfig, *, keep_drafts: bool = False) -> None:
         """Decode further requests with other settings; needs an idle engine.
 
@@ -275,18 +300,35 @@ class Engine:
         self._require_idle("configure")
         self.driver.post_and_wait(Configure(decode, keep_drafts))
 
-    def learn(self, *documents: Sequence[int]) -> None:
-        """Let further requests draft from outputs, as if they had just been decoded."""
-        history = [np.array([*document, END], np.int32).tobytes() for document in documents if len(document)]
-        self.driver.post(Learn(b"".join(history)))
+    def weights_changed(self) -> None:
+        """Forget all K/V, as the model's weights are others; needs an idle engine.
 
+        An engine notices changed weights by itself, except for writes by way of `.data` to a small part of a parameter.
+        Raises InputError if it was loaded by `from_pretrained` on a CPU, which keeps a copy of the weights.
+        """
+        self.replica.watch.note_change()
+        self.configure(self.decode, keep_drafts=True)
+
+    @in_turn
+    def learn(self, *documents: Sequence[int]) -> None:
+        """Let further requests draft from outputs, as if they had just been decoded.
+
+        Raises InputError for an id outside the vocabulary.
+        """
+        known = [self._ids(document, "a document is a list of token ids") for document in documents]
+        self.driver.post(Learn(b"".join(np.array([*ids, END], np.int32).tobytes() for ids in known if ids)))
+
+    @in_turn
     def learn_history(self, history: np.ndarray, tenant: str = "", read_to: str = "") -> None:
         """Let a tenant's further requests draft from documents that END separates, int32 [num_tokens].
 
-        They come from other replicas of a fleet, whose stream was read up to its entry `read_to` with them.
+        They come from other replicas of a fleet, whose stream was read up to its entry `read_to` with them. Raises
+        InputError for an id outside the vocabulary.
         """
+        check_history(history, self.model.vocab_size)
         self.driver.post(Learn(history.tobytes(), tenant=tenant, read_to=read_to))
 
+    @in_turn
     def learned(self, tenant: str = "") -> tuple[np.ndarray, str]:
         """The outputs that a tenant's requests draft from, and the last entry of its stream in them.
 
@@ -304,10 +346,12 @@ class Engine:
         """Identifies the vocabulary: a saved trie fits engines with the same fingerprint."""
         return fingerprint_of(self.tokenizer, self.model.vocab_size)
 
+    @in_turn
     def save_trie(self, path: str | Path) -> Path:
         """Write the learned outputs to a file, as a whole or not at all; returns it. Raises InputError."""
         return write_trie(path, self.replica.drafts.shared, self.fingerprint)
 
+    @in_turn
     def load_trie(self, path: str | Path) -> None:
         """Draft from the outputs in a file instead of those learned so far; of too many, the newest are taken.
 
@@ -320,7 +364,12 @@ class Engine:
             history = read_history(path, self.fingerprint, self.model.vocab_size)[-self.sizes.trie_capacity :]
         self.driver.post_and_wait(Learn(history.tobytes(), replace=True))
 
+    def _ids(self, ids: Sequence[int], rule: str) -> list[int]:
+        """Ids of the model's vocabulary; raises InputError for any other."""
+        return checked_ids(ids, self.model.vocab_size, rule)
+
     def _require_idle(self, name: str) -> None:
+        self.turns.refuse_within(name)
         if not self.is_idle:
             raise RuntimeError(f"{name} needs an engine without requests")
 
@@ -345,8 +394,8 @@ class Engine:
 
     @property
     def is_stopped(self) -> bool:
-        """True if the driver has ended the job."""
-        return self.replica.is_stopped
+        """True if the driver has ended the job, or this rank has left it after an exception."""
+        return self.replica.closed is not None
 
     @property
     def scheduler(self) -> Scheduler[Request]:

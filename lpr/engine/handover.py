@@ -7,7 +7,7 @@ format of its own; it is soon learned again, and decides no token.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,6 +19,9 @@ from lpr.engine.requests import RequestTable
 from lpr.engine.scheduler import CacheCounts, Scheduler
 from lpr.engine.stats import DecodeStats
 from lpr.protocol import Submit, TokenLogprobs
+
+if TYPE_CHECKING:
+    from lpr.engine.replica import Replica
 
 
 class RequestState(msgspec.Struct, frozen=True, array_like=True):
@@ -110,10 +113,17 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """On the clock of the scheduler's targets, if there are any."""
 
 
-def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **known: Any) -> State:
-    """The state of a replica: the scheduler's part, the draft indexes' part, and all else that is `known`."""
+def state_of(replica: Replica) -> State:
+    """The state of a replica."""
+    scheduler, drafts, times = replica.scheduler, replica.drafts, replica.sizer.times
     targets = scheduler.limits.targets
     return State(
+        decode=replica.decode,
+        sizes=replica.sizes,
+        times=times.to_json() if times is not None else None,
+        follows=replica.start_times.follows,
+        is_draining=replica.is_draining,
+        next_id=replica.requests.next_id,
         history=drafts.history().tobytes(),
         tenants=[(tenant, drafts.history(tenant).tobytes()) for tenant in drafts.tenants],
         read_to=drafts.read_to,
@@ -122,8 +132,9 @@ def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **known: Any) 
         shares=scheduler.waiting.shares.state,
         num_arrivals=scheduler.waiting.num_arrivals,
         counts=scheduler.counts,
+        num_pages=scheduler.limits.num_pages,
+        num_host_pages=scheduler.limits.num_host_pages,
         now=targets.now if targets is not None else 0.0,
-        **known,
     )
 
 

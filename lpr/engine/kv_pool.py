@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lpr.config import DecodeConfig, InputError
+from lpr.config import PAGE_SIZE, DecodeConfig, InputError
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone
+from lpr.engine.options import EngineOptions
+from lpr.model.kv_cache import KVCache
+from lpr.model.runner import TreeModel
 
 DEFAULT_LENGTH = 4096
 """Tokens of each of `max_batch_size` sequences for which there is room where nothing else is said."""
@@ -56,6 +59,28 @@ class PoolNeeds:
     """Bytes of `free` that steps need, if that is more than RESERVE of it."""
     told: str = ""
     """What the rest of a GPU's memory is for, for messages."""
+
+    @classmethod
+    def of(
+        cls, model: TreeModel, like: KVCache, decode: DecodeConfig, options: EngineOptions, longest: int | None,
+        num_ahead: int, comm: Comm,
+    ) -> PoolNeeds:  # fmt: skip
+        """The needs of a `model` whose cache is like `like`."""
+        num_axes = (comm.size > 1) + (comm.tp_mesh is not None)
+        batch, prompt = decode.max_batch_size, decode.prefill_chunk
+        told = model.memory_needs(batch, num_ahead, prompt, longest or DEFAULT_LENGTH, num_axes)
+        return cls(
+            decode=decode,
+            kv_memory=options.kv_memory,
+            longest=longest,
+            num_ahead=num_ahead,
+            page_size=PAGE_SIZE,
+            bytes_per_token=like.bytes_per_token,
+            free=model.free_bytes(comm.num_sharing),
+            on_gpu=model.device.type == "cuda",
+            reserve=told.steps if told is not None else 0,
+            told=told.tell() if told is not None else "",
+        )
 
     def num_pages(self) -> int:
         """Pages that this rank has room for; raises InputError."""
@@ -123,6 +148,27 @@ def given_size(needs: PoolNeeds, num_pages: int) -> PoolSize:
     if lack := lack_of_room(needs.free, num_pages * needs.page_size, needs.bytes_per_token, needs.reserve):
         raise InputError(f"{lack}{needs.rest}")
     return needs.size(num_pages)
+
+
+def common_host_pages(
+    model: TreeModel, needs: PoolNeeds, options: EngineOptions, times: StepTimes | None, comm: Comm
+) -> int:
+    """Pages in host memory that all ranks have room for; 0 if computing K/V again is faster on one of them."""
+    assert model.cache is not None
+    if not needs.bytes_per_token:
+        return 0
+    failure, count, page_size = None, 0, needs.page_size
+    try:
+        free = model.free_host_bytes(comm.num_sharing)
+        count = num_host_pages(options.swap_space, free, page_size * needs.bytes_per_token)
+    except InputError as error:
+        failure = str(error)
+    agree(comm, failure)
+    if not options.prefix_reuse or (
+        count and not is_swap_faster(model.cache.swap_ms(), times, page_size, needs.decode.prefill_chunk)
+    ):
+        count = 0
+    return count if is_alone(comm) else int(comm.gather(torch.tensor([count], dtype=torch.int32)).min())
 
 
 def num_host_pages(swap_space: float | None, free: int | None, page_bytes: int) -> int:

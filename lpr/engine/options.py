@@ -51,7 +51,7 @@ class EngineOptions:
 def load_step_times(path: Path) -> StepTimes:
     """The step times in a JSON file; raises InputError."""
     try:
-        return read_step_times(json.loads(path.read_text(encoding="utf-8")), f"--costs {path}")
+        return read_step_times(json.loads(path.read_text(encoding="utf-8-sig")), f"--costs {path}")
     except InputError:
         raise
     except OSError as failure:

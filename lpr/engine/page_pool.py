@@ -16,6 +16,9 @@ from lpr.engine.page_moves import PageCopy, PageIn, PageMove, PageOut
 from lpr.engine.prefix_tree import MOST_COMPARED, NOWHERE, LeastRecent, Node
 from lpr.engine.state_snapshots import Snapshots
 
+FIRST_ROOTS = 64
+"""Tenants without a page that are remembered at least."""
+
 
 class PagePool:
     """Free pages, and a tree of pages with known tokens per tenant. A page is free, in the tree, or in one table."""
@@ -31,6 +34,8 @@ class PagePool:
         self._kept = bytearray(num_pages)
         """Per page: 1 if it is kept for a table that may grow into it, as long as there are others."""
         self._roots: dict[str, Node] = {}
+        self._most_roots = FIRST_ROOTS
+        """Roots beyond which those are forgotten that nothing is behind and no table holds."""
         self._unused, self._last_in_host = LeastRecent(num_pages, False), LeastRecent(num_host_pages, True)
         self._host_free: list[int] = []
         """Pages of host memory that were given back; beyond `_num_host_begun` none has been used."""
@@ -66,8 +71,13 @@ class PagePool:
         return list(self._roots.values())
 
     def root(self, tenant: str) -> Node:
-        """The root of a tenant's tree."""
-        return self._roots.setdefault(tenant, Node(-1, (), None))
+        """The root of a tenant's tree, which lives as long as a page is behind it or a table counts as its user."""
+        if tenant not in self._roots:
+            if len(self._roots) >= self._most_roots:
+                self._roots = {name: root for name, root in self._roots.items() if root.children or root.num_users}
+                self._most_roots = max(FIRST_ROOTS, 2 * len(self._roots))
+            self._roots[tenant] = Node(-1, (), None)
+        return self._roots[tenant]
 
     def match(self, root: Node, tokens: Sequence[int], most: int) -> tuple[list[Node], Node | None, int]:
         """The nodes of the first `most` of `tokens`, as far as they are known; the last of them may be in host memory.

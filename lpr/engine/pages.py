@@ -34,6 +34,10 @@ class Table:
     room: range = range(0)
     """Pages that are kept for it to grow into."""
 
+    def __post_init__(self) -> None:
+        """Keep the root."""
+        self.root.num_users += 1
+
     @property
     def last(self) -> Node:
         """The last node, or the root."""
@@ -245,6 +249,7 @@ class RankPages(Generic[R]):
             pool.give_back(page)
         pool.release(table.nodes)
         pool.drop_room(table.room)
+        table.root.num_users -= 1
         if not keep:
             for node in reversed(table.nodes):
                 if not node.is_unused:

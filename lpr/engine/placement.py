@@ -119,9 +119,11 @@ class Placement(Generic[R]):
         computed = [0] * self.limits.num_ranks
         for rank in own:
             computed[rank] = self._enter(request, rank)
-        lacking = {rank: len(request.tokens) - 1 - computed[rank] for rank in own}
-        limit = max(min(lacking.values()), self.limits.cheap)
-        request.homes = [rank for rank in own if lacking[rank] <= limit]  # the others join when they lack less
+        request.homes = list(own)
+        if self.limits.is_elastic:
+            lacking = {rank: len(request.tokens) - 1 - computed[rank] for rank in own}
+            limit = max(min(lacking.values()), self.limits.cheap)
+            request.homes = [rank for rank in own if lacking[rank] <= limit]  # the others join when they lack less
         self.running.append(request)
         self._num_admitted += 1
         request.admission = self._num_admitted
@@ -174,6 +176,8 @@ class Placement(Generic[R]):
             request.slots = [-1 if old is None else request.slots[old] for old in kept]
             request.num_computed_tokens = regrouped(request.num_computed_tokens, kept)
             request.homes = [rank for rank, old in enumerate(kept) if old in request.homes]
+            if request.homes and not self.limits.most_homes:  # trees do not travel, so all ranks draft them
+                request.homes = list(range(len(kept)))
         lost = [request for request in self.running if not request.homes]
         self.running = [request for request in self.running if request.homes]
         self._want([list(request.homes) for request in self.running])
@@ -181,6 +185,10 @@ class Placement(Generic[R]):
             self._give_back(request, True)
         if None in kept:  # a newcomer knows the tables of running requests, and no other page
             self._resume_pages([self.tables(request) for request in self.running])
+            for request in self.running:
+                for rank in request.homes:
+                    if request.slots[rank] < 0:
+                        self._pages[rank].enter(request)
             self.register()
         return lost
 

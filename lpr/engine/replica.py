@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import cast
 
 import msgspec
-import torch
 
-from lpr.config import PAGE_SIZE, DecodeConfig, InputError, TreeSizes
+from lpr.config import DecodeConfig, InputError, TreeSizes
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, agree, is_alone, is_driver
-from lpr.dist.errors import MeshChangedError
+from lpr.dist.comm import Comm, is_driver
+from lpr.dist.errors import MeshChangedError, first_line
 from lpr.engine import handover
 from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
@@ -28,10 +27,9 @@ from lpr.engine.kv_pool import (
     DEFAULT_LENGTH,
     PoolNeeds,
     PoolSize,
+    common_host_pages,
     common_size,
     given_size,
-    is_swap_faster,
-    num_host_pages,
 )
 from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
@@ -45,13 +43,15 @@ from lpr.engine.sizing import Sizer, resolve_sizes
 from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
+from lpr.engine.turns import Turns
 from lpr.model.heads.guesses import num_entries, num_guesses
 from lpr.model.loader import Loaded
+from lpr.model.watch import Watch
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
 
 
-class Replica:
+class Replica(StepHooks):
     """A model, its requests and what they draft from: the same on every rank, except for the K/V that a rank holds."""
 
     scheduler: Scheduler[Request]
@@ -70,8 +70,10 @@ class Replica:
         self.hooks = StepHooks()
         self.is_draining = False
         """True if further requests are refused."""
-        self.is_stopped = False
-        """True if the driver has ended the job."""
+        self.closed: RuntimeError | None = None
+        """Why the engine takes no further step: the driver has ended the job, or this rank has failed."""
+        self.is_whole = True
+        """False while requests, their pages or their K/V change: an exception then leaves them in part."""
         self.advanced: list[Request] = []
         """Requests that were added to, or that ended, until `take_advanced`."""
         self.new_times: StepTimes | None = None
@@ -83,7 +85,15 @@ class Replica:
         """The last step and its milliseconds, until the sizer has seen it."""
         self.model, self.like, given = prepare(loaded, decode, options, comm)
         self.start_times = StartTimes(given, comm)
-        self.requests = RequestTable(loaded.tokenizer, loaded.eos_token_ids, self.model.device)
+        self.turns = Turns()
+        """Taken by each thread that works on this replica or reads its requests."""
+        self.requests = RequestTable(loaded.tokenizer, loaded.eos_token_ids, self.model.device, self.turns)
+        self.watch = Watch(self.model)
+
+    def check_open(self) -> None:
+        """Raise `closed`, if the engine takes no further step."""
+        if self.closed is not None:
+            raise self.closed.with_traceback(None)
 
     # Commands.
 
@@ -111,25 +121,29 @@ class Replica:
             case Stop():
                 for id in list(self.requests.open):
                     self._abort(id)
-                self.is_stopped = True
+                self.closed = RuntimeError("the engine is closed")
 
     def _submit(self, command: Submit) -> None:
+        self.is_whole = False
         request = self.requests.submit(command)
         if request.finish_reason is not None or self.is_draining:  # the delivered tokens may end it already
             self._end(request, request.finish_reason or "abort")
         else:
             self.scheduler.add(request)
+        self.is_whole = True
 
     def _abort(self, id: RequestId) -> None:
         request = self.requests.open.get(id)
         if request is None:
             return
+        self.is_whole = False
         if request.state is None:
             self.scheduler.withdraw(request)
         else:
             request.collect()
             self._release(request)
         self._end(request, "abort")
+        self.is_whole = True
 
     def _end(self, request: Request, reason: str) -> None:
         request.end(reason)
@@ -139,7 +153,13 @@ class Replica:
     # A step.
 
     def schedule(self) -> Schedule[Request]:
-        """Give free slots to waiting requests; what each running request does in the next step."""
+        """Give free slots to waiting requests; what each running request does in the next step.
+
+        Raises InputError if the model has changed in a way that this engine cannot follow.
+        """
+        self.is_whole = False
+        if self.watch.hints or (self.scheduler.waiting and not self.scheduler.running):
+            self.follow_model()
         while (admitted := self.scheduler.admit()) is not None:
             request, computed = admitted
             request.state = self._new_state(request, computed)
@@ -148,7 +168,21 @@ class Replica:
             request.collect()
             request.state = None
         self._move()
+        self.is_whole = True
         return schedule
+
+    def follow_model(self) -> None:
+        """Forget K/V that other weights computed; requests that have some end with an error."""
+        changed = self.watch.has_changed()
+        self.model.adapter.trains = self.watch.trains
+        if not changed:
+            return
+        for request in list(self.scheduler.running):
+            request.collect()
+            request.error = "the model's weights have changed while this request was decoded"
+            self._release(request)
+            self._end(request, "error")
+        self.scheduler.placement.forget()
 
     def run(self, schedule: Schedule[Request], num_command_bytes: int) -> StepResult:
         """Take the scheduled step, whose header announces `num_command_bytes` on the driver."""
@@ -161,7 +195,7 @@ class Replica:
         # With the length of the shared index, a rank that has learned something else is found at once.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
         plan = StepPlan(schedule.decoding, schedule.filling, self.sizes, digest, num_command_bytes)
-        result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, _Hooks(self))
+        result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, self)
         num_entries: Sequence[int] = [0] * self.comm.size
         if result.outcomes:
             num_entries = result.outcomes[0].num_entries
@@ -171,8 +205,15 @@ class Replica:
             self._timed = schedule.decoding, result.outcomes, (time.perf_counter() - began) * 1e3, self.model.guess_ms
         return result
 
-    def catch_up(self) -> None:
-        """Finish what the last step left, while the device works: nothing that decides what comes next."""
+    def end_phase(self, phase: str) -> None:
+        """As StepHooks.end_phase."""
+        self.hooks.end_phase(phase)
+        if phase == "gather":  # the last moment at which a step can be dropped
+            self.is_whole = False
+
+    def while_busy(self) -> None:
+        """Finish what the last step left: nothing that decides what comes next."""
+        self.is_whole = False
         if self._timed is not None:
             batch, outcomes, ms, guess_ms = self._timed
             if self.pace is not None:
@@ -185,6 +226,8 @@ class Replica:
         for request in self.scheduler.running:
             request.write()
             request.stats.count_nodes()
+        self.is_whole = True
+        self.hooks.while_busy()
 
     def update(self, schedule: Schedule[Request], outcomes: Sequence[Outcome]) -> None:
         """Feed a step's results to its requests; finished ones give their slots back."""
@@ -200,6 +243,35 @@ class Replica:
         for request in [request for request in batch if request.finish_reason is not None]:
             self._release(request)
             del self.requests.open[request.id]
+        self.is_whole = True
+
+    def recover(self, failure: BaseException) -> None:
+        """After an exception that has left the state in part: end the requests that ran, and forget all K/V.
+
+        Requests without a slot wait on. If this is interrupted, it can be called again.
+        """
+        table, cache = self.requests, self.model.cache
+        assert cache is not None
+        running = [each for each in table.open.values() if each.state is not None or each.finish_reason is not None]
+        self._abandon(running, failure)
+        self.scheduler.begin_anew(list(table.open.values()))
+        self._timed = None
+        cache.clear_all()
+        self.is_whole = True
+
+    def abandon_all(self, failure: BaseException) -> None:
+        """End all requests after an exception with which this rank leaves the job."""
+        self._abandon([*self.requests.open.values(), *self.requests.announced.values()], failure)
+
+    def _abandon(self, requests: Iterable[Request], failure: BaseException) -> None:
+        error = None
+        if isinstance(failure, Exception):  # others end the program, or the call
+            error = f"an exception ended its step: {type(failure).__name__}: {first_line(failure)}"
+        for request in requests:
+            request.abandon(error)
+            self.advanced.append(request)
+            self.requests.open.pop(request.id, None)
+            self.requests.announced.pop(request.id, None)
 
     def take_advanced(self) -> list[Request]:
         """The requests that were added to, or that ended, since the last call."""
@@ -217,8 +289,7 @@ class Replica:
         """Learn from a request's output, and take its pages."""
         if self.sizes.trie_nodes:
             self.drafts.learn_output(request, self.scheduler.running)
-        sound = request.error is None and request.num_output > 0  # else its K/V may be NaN
-        self.scheduler.finish(request, keep=sound)
+        self.scheduler.finish(request, keep=request.is_sound)
         self._move()
         request.state = None
 
@@ -292,55 +363,26 @@ class Replica:
         num_ahead = sizes.evaluated_capacity(self.comm.size if self.comm.membership is None else 1)
         num_ahead += num_entries(sizes.num_guesses)
         longest = longest_sequence(self.loaded, decode)
-        num_axes = (self.comm.size > 1) + (self.comm.tp_mesh is not None)
-        batch, prompt = decode.max_batch_size, decode.prefill_chunk
-        told = self.model.memory_needs(batch, num_ahead, prompt, longest or DEFAULT_LENGTH, num_axes)
-        needs = PoolNeeds(
-            decode=decode,
-            kv_memory=self.options.kv_memory,
-            longest=longest,
-            num_ahead=num_ahead,
-            page_size=PAGE_SIZE,
-            bytes_per_token=self.like.bytes_per_token,
-            free=self.model.free_bytes(self.comm.num_sharing),
-            on_gpu=self.model.device.type == "cuda",
-            reserve=told.steps if told is not None else 0,
-            told=told.tell() if told is not None else "",
-        )
+        needs = PoolNeeds.of(self.model, self.like, decode, self.options, longest, num_ahead, self.comm)
         num_snapshots = SNAPSHOTS_PER_SLOT * decode.max_batch_size if self.options.prefix_reuse else 0
         if needs.free is not None:
             places = decode.max_batch_size + num_snapshots
             needs = replace(needs, free=max(0, needs.free - places * self.like.states.bytes_per_place))
         size = common_size(needs, comm) if given is None else given_size(needs, given.num_pages)
-        self.memory = needs.describe(size.num_pages) if told is not None else None
+        self.memory = needs.describe(size.num_pages) if needs.told else None
         self.max_length = size.max_length
         num_slots = min(decode.max_batch_size, size.num_pages)
         limits = Limits[Request](num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes, *how)
         limits = replace(limits, num_pages=size.num_pages, num_ahead=num_ahead)
         limits.num_snapshots = num_snapshots if self.like.has_states else None
         self.model.allocate(num_slots, self.max_length, num_ahead, self.like, size.num_pages, num_snapshots)
-        limits.num_host_pages = given.num_host_pages if given is not None else self._host_pages(needs, times, comm)
+        if given is not None:
+            limits.num_host_pages = given.num_host_pages
+        else:
+            limits.num_host_pages = common_host_pages(self.model, needs, self.options, times, comm)
         self.scheduler = Scheduler(limits)
         self._fit_mesh(times)
         self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
-
-    def _host_pages(self, needs: PoolNeeds, times: StepTimes | None, comm: Comm) -> int:
-        """Pages in host memory that all ranks have room for; 0 if computing K/V again is faster on one of them."""
-        assert self.model.cache is not None
-        if not needs.bytes_per_token:
-            return 0
-        failure, count = None, 0
-        try:
-            free = self.model.free_host_bytes(comm.num_sharing)
-            count = num_host_pages(self.options.swap_space, free, needs.page_size * needs.bytes_per_token)
-        except InputError as error:
-            failure = str(error)
-        agree(comm, failure)
-        if not self.options.prefix_reuse or (
-            count and not is_swap_faster(self.model.cache.swap_ms(), times, needs.page_size, self.decode.prefill_chunk)
-        ):
-            count = 0
-        return count if is_alone(comm) else int(comm.gather(torch.tensor([count], dtype=torch.int32)).min())
 
     def _fit_mesh(self, times: StepTimes | None) -> None:
         """Make what depends on the number of ranks; `times` decide, None where sizes are fixed."""
@@ -380,19 +422,7 @@ class Replica:
         if not is_driver(self.comm):
             membership.meet(b"")
             return
-        state = handover.state_of(
-            self.scheduler,
-            self.drafts,
-            decode=self.decode,
-            sizes=self.sizes,
-            times=self.sizer.times.to_json() if self.sizer.times is not None else None,
-            follows=self.start_times.follows,
-            is_draining=self.is_draining,
-            next_id=self.requests.next_id,
-            num_pages=self.scheduler.limits.num_pages,
-            num_host_pages=self.scheduler.limits.num_host_pages,
-        )
-        membership.meet(msgspec.msgpack.encode(state))
+        membership.meet(msgspec.msgpack.encode(handover.state_of(self)))
 
     def resume(self, data: bytes) -> None:
         """On a newcomer: take over the state of the others; raises InputError if there is no room for it."""
@@ -407,17 +437,3 @@ class Replica:
         self.scheduler.placement.register()
         for tenant, _ in state.tenants:  # that running requests begin to draft here is no use of their indexes
             self.drafts.of(tenant)
-
-
-class _Hooks(StepHooks):
-    """The engine's hooks, with the replica's own work while the device is busy."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._hooks, self._catch_up = replica.hooks, replica.catch_up
-
-    def end_phase(self, phase: str) -> None:
-        self._hooks.end_phase(phase)
-
-    def while_busy(self) -> None:
-        self._catch_up()
-        self._hooks.while_busy()

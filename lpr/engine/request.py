@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.tree import Source
 from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
+from lpr.engine.turns import Turns, in_turn
 from lpr.model.sampling.processors import Processor, Processors
 from lpr.native import Conclusion, SequenceState
 from lpr.protocol import Chunk, ErrorCode, Failure, Submit, TokenLogprobs, Usage
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -69,8 +73,11 @@ class Request:
         eos_token_ids: frozenset[int],
         device: torch.device,
         processors: Sequence[Processor] = (),
+        turns: Turns | None = None,
     ) -> None:
         """The request that a command describes, with its delivered tokens as output; raises InputError."""
+        self.turns = turns or Turns()
+        """Of the engine, whose steps write to this."""
         self.id, self.prompt, self.params, self.num_prompt = command.id, prompt, command.params, command.num_prompt
         self.tokens = list(command.token_ids)
         """Prompt and output: the only list of them; `state` extends it."""
@@ -115,8 +122,17 @@ class Request:
         """Of text in chunks so far, or delivered before."""
         self._delivered = (self.num_output, self._num_characters)
         """Tokens that were delivered before, and the characters of their text."""
+        self._num_added = self.num_output
+        """Tokens in chunks so far, or delivered before."""
+        self._had_nan = False
+        """True after logits that were not numbers."""
+        self._is_over = False
+        """True if it has its last chunk."""
+        self._is_changing = False
+        """True while its chunks are made, and for ever if that was interrupted: some of them are lost."""
 
     @property
+    @in_turn
     def submit(self) -> Submit:
         """The command that submits this request as it is now."""
         self.collect()
@@ -180,12 +196,19 @@ class Request:
         return self.state
 
     @property
+    def is_sound(self) -> bool:
+        """True unless its K/V may be NaN: it has failed, or its first token was not a number and is tried again."""
+        return self.error is None and (self.num_output > 0 or not self._had_nan)
+
+    @property
+    @in_turn
     def stats(self) -> DecodeStats:
         """Counts of its steps so far."""
         self.collect()
         return self._stats
 
     @property
+    @in_turn
     def logprobs(self) -> list[TokenLogprobs]:
         """Per token of the output, if `params` ask for them."""
         self.collect()
@@ -201,11 +224,13 @@ class Request:
         self._stats, self._logprobs = stats, list(logprobs)
 
     @property
+    @in_turn
     def chunks(self) -> deque[Chunk]:
         """What steps added since the last `take`, which completes their text."""
         self.collect()
         return self._chunks
 
+    @in_turn
     def take(self) -> list[Chunk]:
         """The chunks since the last call, with their text."""
         self.write()
@@ -213,6 +238,7 @@ class Request:
         self._chunks.clear()
         return taken
 
+    @in_turn
     def resend(self, num_tokens: int) -> Chunk:
         """The output behind the first `num_tokens` tokens as one chunk, for a receiver of whole chunks."""
         ids, (num_known, at) = self.token_ids[num_tokens:], self._delivered
@@ -236,10 +262,18 @@ class Request:
 
     def collect(self) -> None:
         """Count the steps since the last call and make their chunks, without text."""
-        for outcome in self._outcomes:
-            self._stats.count_step(outcome.concluded.tree, outcome.concluded.path)
-            self._emit(outcome)
-        self._outcomes.clear()
+        if self._outcomes:
+            self._begin_change()
+            for outcome in self._outcomes:
+                self._stats.count_step(outcome.concluded.tree, outcome.concluded.path)
+                self._emit(outcome)
+            self._outcomes.clear()
+            self._is_changing = False
+
+    def _begin_change(self) -> None:
+        if self._is_changing:
+            raise RuntimeError(f"an exception has left the output of request {self.id!r} in part")
+        self._is_changing = True
 
     def _emit(self, outcome: Outcome) -> None:
         """Add a step's tokens up to the end of the request; later ones are dropped."""
@@ -253,7 +287,6 @@ class Request:
         if self.params.logprobs is not None and outcome.logprobs is not None:
             found = [outcome.logprobs[node] for node in path[:taken]]
             chunk.logprobs = [TokenLogprobs(each.logprob, each.top[: self.params.logprobs]) for each in found]
-            self._logprobs += chunk.logprobs
         if self.prediction:
             sources = outcome.concluded.tree.sources
             num_accepted = sum(sources[node] == Source.PREDICTION for node in path[1 : 1 + taken])
@@ -274,7 +307,25 @@ class Request:
             chunk.finish_reason, chunk.stop_reason = self.finish_reason, self.text_stream.stop_reason
             chunk.usage = self._stats.usage(min(self.num_cached_tokens, self.num_prompt))
             chunk.failure = Failure(ErrorCode.GENERATION_FAILED, self.error) if self.error is not None else None
+            self._is_over = True
+        self._num_added += len(chunk.token_ids)
+        self._logprobs += chunk.logprobs or ()
         self._chunks.append(chunk)
+
+    def abandon(self, error: str | None) -> None:
+        """End the request after an exception that may have left its last step in part: what is in no chunk is dropped.
+
+        It ends by `error`, or is aborted without one. A request that has its last chunk stays as it is.
+        """
+        self.state = None
+        if self._is_over:
+            return
+        self._outcomes.clear()
+        self._unwritten.clear()
+        del self.tokens[self.num_prompt + self._num_added :]
+        self.text_stream.abandon()
+        self.error, self.finish_reason, self._is_changing = error, "error" if error is not None else "abort", False
+        self._add(Chunk(self.id, [], start=self.num_output, start_character=self._num_characters))
 
     def end(self, reason: str) -> None:
         """End the request between two steps."""
@@ -286,7 +337,10 @@ class Request:
     def write(self) -> None:
         """Make the text of the chunks since the last call: work that can wait until the device is busy."""
         self.collect()
-        self._write_texts()
+        if self._unwritten:
+            self._begin_change()
+            self._write_texts()
+            self._is_changing = False
 
     def _write_texts(self) -> None:
         for chunk in self._unwritten:
@@ -307,15 +361,20 @@ class Request:
         """
         if concluded.failure == NOT_A_NUMBER:
             if len(concluded.tree) > 1:
+                self._had_nan = True
                 return
-            self.error = f"the model's logits for output token {self.num_output + 1} are not numbers (NaN)"
+            self.error = f"the model's logits for output token {self.num_output + 1} are not numbers (NaN), or all -inf"
         else:
+            owner = [concluded.path[-1] in shard.owned for shard in concluded.shards].index(True)
             known = self.processors.failure if self.processors is not None else None
-            self.error = known or "a logits processor failed on another rank, whose Completion says how"
+            if known is not None:  # rank 0's clients and users do not see what another rank knows
+                log.warning("request %s: %s", self.id, known)
+            self.error = known or f"a logits processor failed on rank {owner}, whose log says how"
         self.finish_reason = "error"
         self._write_texts()
         self.text_stream.close()
 
+    @in_turn
     def completion(self) -> Completion:
         """The finished request's output."""
         assert self.finish_reason is not None

@@ -7,11 +7,14 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from lpr.config import InputError, SamplingParams
+from lpr.core.suffix_index import END
 from lpr.engine.exchange import DesyncError
 from lpr.engine.request import Prompt, Request
+from lpr.engine.turns import Turns
 from lpr.model.sampling.processors import Processor
 from lpr.protocol import RequestId, Submit
 
@@ -19,8 +22,11 @@ from lpr.protocol import RequestId, Submit
 class RequestTable:
     """Open and announced requests, and the next free number."""
 
-    def __init__(self, tokenizer: Any | None, eos_token_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(
+        self, tokenizer: Any | None, eos_token_ids: frozenset[int], device: torch.device, turns: Turns | None = None
+    ) -> None:
         """An empty table; requests are made for this tokenizer, and their masks on `device`."""
+        self._turns = turns or Turns()
         self.open: dict[RequestId, Request] = {}
         """Submitted and not finished, the same on every rank."""
         self.announced: dict[RequestId, Request] = {}
@@ -31,7 +37,7 @@ class RequestTable:
     def make(self, command: Submit, prompt: Prompt | None = None, processors: Sequence[Processor] = ()) -> Request:
         """The request that a command describes; `prompt` is what its Completion shows, by default the ids."""
         prompt = prompt if prompt is not None else command.token_ids[: command.num_prompt]
-        return Request(command, prompt, *self._facts, processors)
+        return Request(command, prompt, *self._facts, processors, self._turns)
 
     def new_id(self, wanted: RequestId | None) -> RequestId:
         """`wanted`, or the next number; raises InputError if it is in use."""
@@ -83,21 +89,31 @@ def encode_prediction(prediction: Prompt | None, tokenizer: Any | None, vocab_si
 def _encode(text: Prompt, tokenizer: Any | None, vocab_size: int, name: str, **options: bool) -> list[int]:
     """The token ids of a text, by the tokenizer with these options, or as they are given; raises InputError."""
     if not isinstance(text, str):
-        try:
-            ids = [operator.index(token) for token in text]
-        except TypeError:
-            raise InputError(f"a {name} is text or a list of token ids, not {reprlib.repr(text)}") from None
-    elif tokenizer is None:
+        return checked_ids(text, vocab_size, f"a {name} is text or a list of token ids")
+    if tokenizer is None:
         raise InputError(f"this model has no tokenizer: give {name}s as lists of token ids")
-    else:
-        try:
-            text.encode()
-        except UnicodeEncodeError as failure:
-            raise InputError(f"the {name} is no Unicode text: {failure.reason} at {failure.start}") from None
-        ids = list(tokenizer(text, **options)["input_ids"])
+    try:
+        text.encode()
+    except UnicodeEncodeError as failure:
+        raise InputError(f"the {name} is no Unicode text: {failure.reason} at {failure.start}") from None
+    return checked_ids(tokenizer(text, **options)["input_ids"], vocab_size, f"the {name}'s ids are numbers")
+
+
+def checked_ids(given: Sequence[int], vocab_size: int, rule: str) -> list[int]:
+    """Token ids that come from outside as a list; raises InputError, by a `rule`, unless all are in the vocabulary."""
+    try:
+        ids = [operator.index(token) for token in given]
+    except TypeError:
+        raise InputError(f"{rule}, not {reprlib.repr(given)}") from None
     if outside := [token for token in ids if not 0 <= token < vocab_size]:
         raise InputError(f"token id {outside[0]} is not in the model's vocabulary of {vocab_size}")
     return ids
+
+
+def check_history(history: np.ndarray, vocab_size: int) -> None:
+    """Raise InputError unless a history, int32 [num_tokens], has ids of the vocabulary and END only."""
+    if len(history) and not END <= history.min() <= history.max() < vocab_size:
+        raise InputError(f"a learned history has ids outside the model's vocabulary of {vocab_size}")
 
 
 def check_request(num_prompt: int, params: SamplingParams, priority: int, max_length: int, vocab_size: int) -> None:

@@ -256,6 +256,14 @@ class Scheduler(Generic[R]):
         self.waiting.shares.end(request)
         self.placement.remove(request, keep)
 
+    def begin_anew(self, requests: Sequence[R]) -> None:
+        """Forget what runs, what waits and all pages; `requests` wait, in the order of their arrival."""
+        shares, num_arrivals = self.waiting.shares, self.waiting.num_arrivals
+        self.placement, self.waiting, self._filled_last = Placement(self.limits), Waiting(), False
+        self.waiting.shares, self.waiting.num_arrivals = shares, num_arrivals
+        for request in requests:
+            self.waiting.add(request)
+
     def regroup(self, kept: Sequence[int | None]) -> list[R]:
         """Go on with other ranks: for each, `kept` has its former number, None for a newcomer without any K/V.
 

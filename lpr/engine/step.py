@@ -74,7 +74,7 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     # A step that has lost a rank is dropped: up to here it has changed nothing.
     concluded, moves = gathered.conclude(budgets)
     commit(model, rows, [concluded[index] for index in draft.mine], moves)
-    advance_states(model, rows, [concluded[index] for index in draft.mine], fills, draft.rank)
+    advance_states(model, rows, [(plan.decoding[i], concluded[i]) for i in draft.mine], fills, draft.rank)
     for request, counts in plan.filling:
         count_filled(request, counts)
     logprobs = gathered.logprobs()
@@ -87,6 +87,8 @@ def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candid
     """Draft this rank's trees; all ranks draft the trees that they share alike."""
     comm, digests = exchange.comm, None
     if comm.size * comm.tp_size > 1:
+        complete = exchange.carries_trees or all([len(request.homes) == comm.size for request in plan.decoding])
+        assert complete, "a rank that is not home would need a tree that does not travel"
         digests = [*(request.running.digest for request, _ in plan.filling), plan.digest]
     return draft_step(
         [request.running for request in plan.decoding],
@@ -198,13 +200,23 @@ def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion
 
 
 def advance_states(
-    model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion], fills: Sequence[Row], rank: int
+    model: TreeModel,
+    rows: Sequence[Row],
+    concluded: Sequence[tuple[Request, Conclusion]],
+    fills: Sequence[Row],
+    rank: int,
 ) -> None:
-    """Let the states of recurrent layers follow the same entries, and all entries of `fills`."""
+    """Let the states of recurrent layers follow the entries that count as computed, and all entries of `fills`.
+
+    The root does not where the rank that owns it met NaN: it is evaluated again.
+    """
     cache = model.cache
     assert cache is not None
     if cache.has_states:
-        kept = [accepted_entries(row, each, rank) for row, each in zip(rows, concluded, strict=True)]
+        kept = [
+            accepted_entries(row, each, rank)[: request.running.num_computed_tokens[rank] - row.num_cached]
+            for row, (request, each) in zip(rows, concluded, strict=True)
+        ]
         cache.states.advance([*rows, *fills], [*kept, *(range(row.num_entries) for row in fills)])
 
 

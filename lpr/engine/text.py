@@ -365,6 +365,12 @@ class TextStream:
                 return taken, reason
         return len(tokens), None
 
+    def abandon(self) -> None:
+        """End the output behind the text that was taken: a token that is not decoded has none."""
+        self._unread.clear()
+        self._safe.clear()
+        self._suffix, self._decoder, self._is_closed = "", None, True
+
     def close(self) -> None:
         """End the output here, for a reason outside it."""
         self._read()

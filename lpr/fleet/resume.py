@@ -38,7 +38,7 @@ class Resumption:
         """True once the stream has ended as the last service wanted it to."""
         self.delivered: list[int] = list(fields.get("delivered_token_ids") or ())
         self._fields = {**fields, "return_token_ids": True}
-        if fields.get("seed") is None:  # it decides the ids of calls, too
+        if fields.get("seed") in (None, -1):  # it decides the ids of calls, too
             self._fields["seed"] = secrets.randbits(32)
         self._hidden = () if fields.get("return_token_ids") else _HIDDEN
         self._rest, self._is_lost, self._has_begun, self._is_finished, self._has_usage = b"", False, False, False, False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -17,16 +19,19 @@ from lpr.model.families import adapt, is_recurrent
 from lpr.model.inputs import build_inputs, build_page_inputs
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.kernels.native_attention import why_not_native
-from lpr.model.kv_cache import KVCache, passed
+from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent.plug import has_kernels
 from lpr.model.sparse import SPARSE_ATTENTION, selects
 from lpr.model.split_layers import VocabularyHead
 from lpr.model.step_inputs import Row, StepInputs, current_step, step_scope
 from lpr.model.text_part import set_attention, takes_positions
+from lpr.model.transformers_versions import passed
 
 ATTENTION = ("auto", "sdpa", *KERNELS)
 """Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, a GPU kernel that reads bits, or C++ that
 reads pages on a CPU."""
+_locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
+"""By model: held by the engine that calls it, as each calls it with its own attention."""
 ShareHeights = Callable[[check.Heights | str], check.Heights | str]
 
 
@@ -47,6 +52,10 @@ class Adapter:
         (lpr.model.exact); ranks that share weights agree on the heights of matrix products by `share_heights`.
         """
         self.model = model.eval()
+        self.lock = _locks.setdefault(model, threading.RLock())
+        """Held in a forward; engines of one model take turns."""
+        self.trains = False
+        """True if a module within the model is in training mode, as the engine has found."""
         self.device = next(model.parameters()).device
         self.config = model.config.get_text_config(decoder=True)
         on_cpu = self.device.type == "cpu"
@@ -108,14 +117,15 @@ class Adapter:
         name = (EXACT_KERNELS if self.exact else KERNELS).get(choice, plain)
         load_kernel(name)
         self.attention, self.attention_name = choice, name
-        if self.model._can_set_attn_implementation():
-            set_attention(self.model, name)
-        else:
-            for module in self.model.modules():
-                config: Any = getattr(module, "config", None)
-                if hasattr(config, "_attn_implementation_internal"):
+        with self.lock:
+            if self.model._can_set_attn_implementation():
+                set_attention(self.model, name)
+            else:
+                for config in attention_configs(self.model):
                     config._attn_implementation_internal = TREE_MASK_ONLY
-        adapt(self.model)
+            adapt(self.model)
+            self._configs = attention_configs(self.model)
+            self._names = names_of(self._configs)
 
     def why_not_exact(self) -> str | None:
         """Prepare exact mode; why it cannot be, as far as that is known without a forward, or None."""
@@ -169,6 +179,7 @@ class Adapter:
     def forward(self, inputs: StepInputs, cache: KVCache, compiled: bool = False) -> torch.Tensor:
         """One forward; the logits [sum of num_results, V] of the rows' last `num_results` entries, row after row.
 
+        The model has this adapter's attention and evaluates meanwhile, whatever its program has set since.
         `compiled` calls the model as torch.compile made it; otherwise it is called directly in any case.
         """
         self.bind(inputs, cache)
@@ -176,21 +187,74 @@ class Adapter:
         extra |= passed(cache, self.model)
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
         direct = torch.compiler.set_stance("force_eager") if is_compiled and not compiled else nullcontext()
-        with direct, step_scope(inputs):
-            output = self.model(
-                input_ids=inputs.tokens,
-                use_cache=True,
-                logits_to_keep=inputs.logits_to_keep,
-                **extra,
-            )
+        with self.lock, direct, step_scope(inputs):
+            changed = self.trains or self.model.training or names_of(self._configs) != self._names
+            with self._restored() if changed else nullcontext():
+                output = self.model(
+                    input_ids=inputs.tokens,
+                    use_cache=True,
+                    logits_to_keep=inputs.logits_to_keep,
+                    **extra,
+                )
         logits, head = inputs.results(output.logits), self.model.get_output_embeddings()
         return logits if inputs.in_parts or not isinstance(head, VocabularyHead) else head.whole(logits)
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Let the model have this adapter's attention, and evaluate."""
+        names = names_of(self._configs)
+        set_names(self._configs, self._names)
+        try:
+            with evaluating(self.model) if self.trains or self.model.training else nullcontext():
+                yield
+        finally:
+            set_names(self._configs, names)
 
     def logits(
         self, rows: Sequence[Row], cache: KVCache, node_bucket: int = 1, kv_bucket: int = 1, packed: bool = False
     ) -> torch.Tensor:
         """The logits of `forward` over `rows`, laid out as by `inputs`."""
         return self.forward(self.inputs(rows, cache, node_bucket, kv_bucket, packed), cache)
+
+
+def attention_configs(model: PreTrainedModel) -> list[Any]:
+    """The configs that choose the attention of the model's parts, each once."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(each): each for each in configs if hasattr(each, "_attn_implementation_internal")}.values())
+
+
+def names_of(configs: Sequence[Any]) -> list[Any]:
+    """The attention that each config chooses."""
+    return [config._attn_implementation_internal for config in configs]
+
+
+def set_names(configs: Sequence[Any], names: Sequence[Any]) -> None:
+    """Let each config choose an attention."""
+    for config, name in zip(configs, names, strict=True):
+        config._attn_implementation_internal = name
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Restore at the end the attention that `model` has now."""
+    configs = attention_configs(model)
+    names = names_of(configs)
+    try:
+        yield
+    finally:
+        set_names(configs, names)
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluate without dropout, and restore the mode of each module at the end."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _keep_hidden(module: torch.nn.Module, args: Any, output: Any) -> None:

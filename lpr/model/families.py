@@ -16,20 +16,21 @@ import torch
 from transformers import PreTrainedModel
 
 from lpr.model import sparse
-from lpr.model.kv_cache import CACHE_ARGUMENTS, cache_argument
 from lpr.model.recurrent.plug import install, is_pluggable
 from lpr.model.step_inputs import StepInputs, current_step
+from lpr.model.transformers_versions import CACHE_ARGUMENTS, cache_argument
 
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Kinds in `config.layer_types` that fold the past into a state: state-space, convolution and linear attention."""
 _RECURRENT = "recurrent state: {} the past into one state by code of its own, which cannot follow a tree's branches"
 
 
+_INKLING_2 = "recurrent state behind convolutions whose weights each token chooses, as it does attention sinks"
 _REASONS = {
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), _INKLING_2),
     "rwkv": "recurrent state in no cache: its forward returns it in a list",
     "xlm": "its forward takes no cache of keys and values: what it calls a cache is a dictionary",
     "xlstm": "recurrent state in a cache of its own, scaled by a running maximum",
-    "inkling2_text": "recurrent state behind convolutions whose weights each token chooses, as it does attention sinks",
 }
 
 

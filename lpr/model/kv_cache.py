@@ -6,10 +6,8 @@ step is row `num_cached + i`. Where they lie among the rows of the whole cache, 
 
 from __future__ import annotations
 
-import functools
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +17,6 @@ from transformers.cache_utils import Cache
 
 from lpr.model.recurrent.states import States, StatesInCache
 from lpr.model.step_inputs import Block, Row, current_step
-
-CACHE_ARGUMENTS = ("past_key_values", "cache", "cache_params")
-"""Names that transformers gives to the argument that takes a cache: up to 5.23, since 5.24, and of Mamba up to 5.23."""
-
-
-@functools.cache
-def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """The name of the argument of `forward` that takes a cache; None if none does."""
-    given = inspect.signature(forward).parameters
-    return next((name for name in CACHE_ARGUMENTS if name in given), None)
-
-
-def passed(cache: Cache | None, module: torch.nn.Module) -> dict[str, Cache | None]:
-    """`cache` as the keyword argument that the forward of `module` takes it by."""
-    name = cache_argument(type(module).forward)
-    if name is None:
-        raise TypeError(f"the forward of {type(module).__name__} takes no cache")
-    return {name: cache}
 
 
 class KVCache(StatesInCache, Cache, ABC):
@@ -183,6 +163,10 @@ class KVCache(StatesInCache, Cache, ABC):
     @abstractmethod
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages."""
+
+    @abstractmethod
+    def clear_all(self) -> None:
+        """Zero all pages that a slot has had."""
 
     @abstractmethod
     def swap_out(self, page: int, host_page: int) -> None:

@@ -58,6 +58,8 @@ class PagedCache(KVCache):
         self._flat: dict[int, tuple[tuple[Tensor, int], tuple[Tensor, int]]] = {}
         """All rows [layers * rows, heads, dim] of what holds a layer's keys and values, and where the layer's begin."""
         self._device_tables: Tensor | None = None
+        self._num_begun = 0
+        """Pages up to the last that a slot has had."""
         self._changed: list[np.ndarray] = []
         """Places among all tables that `device_tables` lacks."""
 
@@ -111,6 +113,7 @@ class PagedCache(KVCache):
         table = self.tables[slot]
         different = np.nonzero(table[: len(new)] != new)[0]
         if len(different):
+            self._num_begun = max(self._num_begun, int(new.max()) + 1)
             first, last = int(different[0]), int(different[-1]) + 1
             table[first:last] = new[first:last]
             if self._device_tables is not None:
@@ -305,6 +308,11 @@ class PagedCache(KVCache):
         for page in pages:
             for pool in self._pools:
                 pool[:, page * self.page_size : (page + 1) * self.page_size].zero_()
+
+    def clear_all(self) -> None:
+        """As KVCache.clear_all."""
+        for pool in self._pools:
+            pool[:, : self._num_begun * self.page_size].zero_()
 
     @cached_property
     def _host_pages(self) -> HostPages:

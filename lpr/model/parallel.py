@@ -20,8 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import transformers
-import transformers.distributed.mixin as transformers_mixin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
@@ -32,6 +30,7 @@ from lpr.model.families import is_recurrent
 from lpr.model.sparse import selects
 from lpr.model.split_layers import local, make_plain
 from lpr.model.text_part import empty_decoder
+from lpr.model.transformers_versions import split_over
 
 DEEPSPEED_FAMILIES = (
     "biogpt", "falcon", "gemma2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral", "opt", "phi", "qwen2", "qwen3",
@@ -204,23 +203,6 @@ def check_shards(
             raise InputError(f"tensor parallelism over {tp} ranks left {name} {shape} whole on every rank")
 
 
-@contextlib.contextmanager
-def _submesh(mesh: DeviceMesh, device: torch.device | None) -> Iterator[None]:
-    """Let `from_pretrained` split over `mesh`: it ignores `device_mesh=`, and would take the whole world for tp."""
-    module: Any = transformers_mixin
-    if not hasattr(module, "initialize_distributed_mesh"):
-        raise InputError(
-            f"--tp needs transformers 5.18 or later and this is {transformers.__version__}; "
-            "--tp-backend deepspeed takes it too"
-        )
-    original = module.initialize_distributed_mesh
-    module.initialize_distributed_mesh = lambda config: (device, SimpleNamespace(get_mesh=lambda dims: mesh))
-    try:
-        yield
-    finally:
-        module.initialize_distributed_mesh = original
-
-
 def _load_with_transformers(
     config: PretrainedConfig, plan: Mapping[str, str], device: torch.device, tp: TensorParallel, read: Read
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -237,7 +219,7 @@ def _load_with_transformers(
             )
     split = DistributedConfig(tp_size=tp.size, tp_plan=shared or None)
     # None: weights stay on the host. With a device, transformers needs accelerate and reads straight to it.
-    with _submesh(tp.mesh, None if device.type == "cpu" else device):
+    with split_over(tp.mesh, None if device.type == "cpu" else device):
         model, info = read(distributed_config=split)
     make_plain(model, {**plan, **shared}, tp.mesh.get_group(), tp.rank)
     if shared:

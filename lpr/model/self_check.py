@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import product
@@ -44,8 +43,6 @@ _HALF_TOLERANCE = 6e-2
 _SHOWS = 2e-3
 """A difference that lost states make, over the range of the logits, by which an error of theirs is seen."""
 _GAINS = (1.0, 16.0, 256.0, 4096.0, 65536.0)
-_alone = threading.Lock()
-"""Held by a check, which changes the model for a while; ranks that are threads of one process may share it."""
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
 """Errors of models that do not fit."""
 
@@ -117,7 +114,7 @@ def _check(adapter: Adapter) -> PagedCache:
     if adapter.exact and (differing := _inexact_step(adapter)) is not None:
         raise InputError(f"model type {name!r} cannot be exact: its logits are other bits {differing}")
     try:
-        with _alone:
+        with adapter.lock:  # the check changes the model for a while, which others may call
             error = _error(adapter, cache, prompt_length, tolerance)
     except InputError:
         raise

@@ -24,12 +24,12 @@ from transformers.utils import logging as transformers_logging
 from lpr.config import DecodeConfig, InputError
 from lpr.model.adapter import Adapter
 from lpr.model.families import refusal
-from lpr.model.kv_cache import passed
 from lpr.model.paged_cache import PagedCache
 from lpr.model.parallel import splits_heads, splits_layers
 from lpr.model.split_layers import generic_name
 from lpr.model.step_inputs import Row
 from lpr.model.text_part import empty_decoder
+from lpr.model.transformers_versions import passed
 
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -319,7 +319,7 @@ def package_file(name: str) -> Path:
 
 
 def measured_values() -> Any:
-    """Measured acceptance and host times, which predictions start from (benchmarks.measured writes them)."""
+    """Measured acceptance and host times, which predictions start from (`source` in it names the commits)."""
     return json.loads(package_file("measured.json").read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Kernels and collectives that a compiled step launches on a rank, by the counts of benchmarks.kernel_counts."""
+"""Kernels and collectives that a compiled step launches on a rank, by the counts of tests/fakes/kernel_counts.py."""
 
 from __future__ import annotations
 

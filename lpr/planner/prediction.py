@@ -4,8 +4,8 @@ On the one GPU that has run lpr, an H200, steps of a 7B model took 1.2 to 1.6 ti
 
 A step takes `max(bytes / bandwidth, operations / arithmetic) + collectives + host`. Acceptance length (tokens per step)
 and host time are measured. Two constants are fitted to gpt-fast's published runs of Llama-2-7B on 1 and on 8 A100; its
-other runs are the check (tests/test_simulate.py). Every uncertain input has a slow and a fast value, whose effects are
-added as squares of logarithms, as for independent errors.
+other runs are the check (tests/planner/test_prediction.py). Every uncertain input has a slow and a fast value, whose
+effects are added as squares of logarithms, as for independent errors.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from lpr.config import InputError
+from lpr.dist.places import is_launched
 from lpr.serve.front import Front
 from lpr.serve.options import parse
 from lpr.serve.ranks import SOCKET, concealed
@@ -22,10 +23,10 @@ from lpr.serve.stderr import Unblocking
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 1 (the ranks were lost) or 2 (bad input)."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        # Looked up by name: a rank's modules import torch, which this process must not.
-        return int(importlib.import_module("lpr.serve.ranks.rank").launched(argv))
     try:
+        if is_launched():
+            # Looked up by name: a rank's modules import torch, which this process must not.
+            return int(importlib.import_module("lpr.serve.ranks.rank").launched(argv))
         argv += concealed()
         args = parse(argv)
         attached = Path(os.environ[SOCKET]) if SOCKET in os.environ else None

@@ -6,7 +6,7 @@ import importlib
 import json
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,29 +21,30 @@ from lpr.serve.text.chat_template import ChatTemplates
 from lpr.serve.text.conversation import prompt_of
 
 
-class _Model:
+class _Model(NamedTuple):
     """The served model, as far as these tasks know it."""
 
-    def __init__(
-        self, max_length: int, templates: dict[str, str], special_tokens: dict[str, str], most_characters: int
-    ) -> None:
-        self.max_length, self.most_characters = max_length, most_characters
-        self.templates = ChatTemplates(templates, special_tokens)
+    max_length: int
+    templates: ChatTemplates
+    most_characters: int
 
 
 _model: _Model | None = None
 
 
 def prepare(
-    max_length: int, templates: dict[str, str], special_tokens: dict[str, str], most_characters: int,
-    grammars: tuple[str, int, list[int]] | None,
+    max_length: int, sources: dict[str, str], special_tokens: dict[str, str], most_characters: int,
+    fits: dict[str, Any] | None, grammars: tuple[str, int, list[int]] | None,
 ) -> None:  # fmt: skip
     """Note the served model's longest sequence, in tokens, its chat templates, and its longest prompt, in characters.
 
-    `grammars` is what lpr.serve.text.grammar_tasks are prepared with; None if llguidance is not installed.
+    `fits` is what the templates read, once it is known. `grammars` is what lpr.serve.text.grammar_tasks are prepared
+    with; None if llguidance is not installed.
     """
     global _model
-    _model = _Model(max_length, templates, special_tokens, most_characters)
+    _model = _Model(max_length, ChatTemplates(sources, special_tokens), most_characters)
+    if fits is not None:
+        _model.templates.know(fits)
     if grammars is not None:
         _grammar_tasks().prepare(*grammars)
 
@@ -101,7 +102,13 @@ def compile_grammar(kind: str, text: str) -> str:
     return str(_grammar_tasks().compile_grammar(kind, text))
 
 
-TASKS = {"check_body": check_body, "render": render, "compile_grammar": compile_grammar}
+def learn() -> dict[str, Any]:
+    """What the chat templates read, for `prepare`."""
+    assert _model is not None, "tasks come after what they need"
+    return _model.templates.learnt()
+
+
+TASKS = {"check_body": check_body, "learn": learn, "render": render, "compile_grammar": compile_grammar}
 
 
 def chat_of(body: Body) -> completions.ChatBody | completions.TokenizeBody | None:
@@ -114,17 +121,20 @@ def chat_of(body: Body) -> completions.ChatBody | completions.TokenizeBody | Non
 
 
 def _rendered(body: Body) -> list[Any] | None:
-    """The first of what `check_body` returns, for a conversation; None for other bodies, or without a model."""
-    if _model is None or (chat := chat_of(body)) is None:
+    """The first of what `check_body` returns, for a conversation; None for other bodies, and before a model is known.
+
+    The chat keeps the last message if its answer goes on from that.
+    """
+    if _model is None or not _model.templates.is_known or (chat := chat_of(body)) is None:
         return None
     text = refused = None
     try:
         text = prompt_of(_model.templates, chat, _model.most_characters)
     except ApiError as failure:  # told where the front would have found it
         refused = [failure.code.value, failure.message, failure.param]
-    held = "input" if isinstance(body, responses.ResponsesBody) else "messages"
-    for each, name in ((body, held), (chat, "messages")):
-        setattr(each, name, [])
+    kept = chat.messages[-1:] if chat.messages and chat.continue_final_message else []
+    setattr(body, "input" if isinstance(body, responses.ResponsesBody) else "messages", [])
+    chat.messages = kept
     return [body, chat if chat is not body else None, text, refused]
 
 

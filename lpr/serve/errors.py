@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ _CODES = {
     415: (ErrorCode.MEDIA_TYPE,),
     421: (ErrorCode.HOST,),
     429: (ErrorCode.OVERLOADED,),
+    499: (ErrorCode.CANCELLED,),
     500: (ErrorCode.GENERATION_FAILED, ErrorCode.INTERNAL),
     503: (ErrorCode.NO_MESH, ErrorCode.LOADING, ErrorCode.SHUTTING_DOWN, ErrorCode.DRAINED, ErrorCode.RANKS_LOST),
     504: (ErrorCode.TIMEOUT,),
@@ -46,6 +48,7 @@ ANTHROPIC_KINDS = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    499: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -56,6 +59,8 @@ LONGEST_MESSAGE, LONGEST_NAME = 1000, 200
 """Characters of an error's message and of a field's name: a client may have sent megabytes of them."""
 TAG = "one-"
 """Begins the tags of unions, which have no place in a field's name: a minus is in none."""
+_NAMED = re.compile(r"([a-z][a-z0-9_.]*): ")
+"""How the message of an error about a whole body names a field."""
 _TYPE_NAMES = ("str", "int", "float", "bool", "none")
 
 
@@ -135,6 +140,8 @@ def from_validation(first: Mapping[str, Any]) -> ApiError:
     if first["type"] == "missing":
         return ApiError(ErrorCode.MISSING_PARAMETER, f"{name or 'body'}: this field is required", name)
     message = _message(first)
+    if name is None and (named := _NAMED.match(message)):
+        return ApiError(ErrorCode.INVALID_VALUE, message, named[1])
     return ApiError(ErrorCode.INVALID_VALUE, f"{name}: {message}" if name else message, name)
 
 

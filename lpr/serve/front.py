@@ -30,6 +30,7 @@ from lpr.serve.link import Link
 from lpr.serve.messages import Loading, ToFront
 from lpr.serve.options import ServeArgs
 from lpr.serve.port import Port, room
+from lpr.serve.ranks import socket_folder
 from lpr.serve.service import Service
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ MOST_KEYS = 64
 """Keys whose drafts are read from other replicas at the start. Those of further keys are read at first use."""
 BACKLOG = 256
 """Connections that wait to be accepted: behind more of them, a probe of /livez would wait too long."""
-LONGEST_FOLDER = 64
-"""Bytes of a folder's name that leave room for a socket's name: Linux takes 107 bytes in all, macOS 103."""
 
 
 class Front:
@@ -101,8 +100,7 @@ class Front:
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError):  # only the main thread of a process can
                 loop.add_signal_handler(number, self.stop)
-        is_short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
-        with tempfile.TemporaryDirectory(prefix="lpr-serve-", dir=None if is_short else "/tmp") as folder:
+        with tempfile.TemporaryDirectory(prefix="lpr-serve-", dir=socket_folder()) as folder:
             if self._attached is not None:
                 await link.listen(self._attached)
             else:
@@ -263,6 +261,6 @@ def _read(path: Path | None, flag: str) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as failure:
         raise InputError(f"cannot read {flag} {path}: {getattr(failure, 'strerror', None) or failure}") from failure

@@ -1,6 +1,6 @@
 """What a client can make large, and how large: the one table of the service's limits.
 
-Other modules take their numbers from here. docs/security.md shows the table, and tests/test_serve_limits.py has a test
+Other modules take their numbers from here. docs/security.md shows the table, and tests/serve/test_limits.py has a test
 for each entry.
 """
 

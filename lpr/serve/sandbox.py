@@ -134,9 +134,9 @@ class _Worker:
                 *self._command, stdin=PIPE, stdout=PIPE, env=kept | _SINGLE, start_new_session=True, limit=1 << 24
             )
             self._is_prepared = False
-        if self._prepared is not None and not self._is_prepared:
-            await self._ask(self._process, Task(next(self._numbers), PREPARE, self._prepared, START_SECONDS / PATIENCE))
-            self._is_prepared = True
+        while (prepared := self._prepared) is not None and not self._is_prepared:
+            await self._ask(self._process, Task(next(self._numbers), PREPARE, prepared, START_SECONDS / PATIENCE))
+            self._is_prepared = prepared is self._prepared  # else it got other ones meanwhile
         return self._process
 
     async def _ask(self, process: Process, task: Task) -> Any:

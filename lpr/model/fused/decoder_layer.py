@@ -3,13 +3,12 @@
 On a GPU a layer is 13 launches instead of 42. On a CPU a step reads all weights, so that the interpreter's own memory
 is cold at each layer: 30 calls in place of one are a sixth of a step of one token.
 
-Covers the classes of transformers whose source is one of the forms below, whatever their names: Llama, SmolLM, Mistral,
+Covers the layers that do what lpr.model.fused.probe tries, whatever their class: Llama, SmolLM, Mistral,
 Qwen 2 and 3, Granite, Gemma and others, and with their own experts Mixtral and Qwen 3 MoE.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -22,27 +21,15 @@ from lpr import native
 from lpr.model.cpu.tiles import Tiles
 from lpr.model.fused.elementwise import norm_heads, rotate
 from lpr.model.fused.modules import GatedMlp, Norm, OwnForward, in_step, mlp_of, norm_of, pack_of
-from lpr.model.fused.source import fingerprint
+from lpr.model.fused.probe import is_decoder_layer
 from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS
 from lpr.model.kernels.native_attention import LayerRule
-from lpr.model.kv_cache import cache_argument
 from lpr.model.packing import Pack
 from lpr.model.step_inputs import StepInputs, current_step
 from lpr.model.threads import team_size
+from lpr.model.transformers_versions import cache_argument
 
 _NATIVE = (KERNELS["native"], EXACT_KERNELS["native"])
-_LAYERS = {
-    *("71b701065cc15a6b", "8e2900e6108aca19", "db041ea3d0115ca2"),  # transformers up to 5.23
-    *("ae4f75f20f7997b6", "d7b491a24b805ade", "c5f70c0eede5b43b"),  # since 5.24
-}
-"""Forms of DecoderLayer.forward: of Llama, Mixtral and Granite, which scales what a layer adds."""
-_ATTENTION = {
-    **{"df4c95b9eddfe515": False, "f2f6da22a689a298": True},  # transformers up to 5.23
-    **{"819f085febce417d": False, "ea3469865f51b5c4": True},  # since 5.24
-}
-"""Forms of Attention.forward: of Llama, and of Qwen 3, which norms the heads of queries and keys."""
-_ROTARY = ("9ce62a38972c64b9", "ecada8fc389a23a7")
-"""apply_rotary_pos_emb of Llama, and the rotate_half that it calls."""
 
 
 @dataclass(frozen=True)
@@ -196,23 +183,21 @@ def join_layers(model: nn.Module) -> None:
 
 def layer_of(module: Any) -> DecoderLayer | None:
     """What computes the decoder layer `module`; None if it is not of a known form, or a part of it is not."""
-    attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
-    if fingerprint(type(module).forward) not in _LAYERS or attention is None or mlp is None:
+    attention: Any = getattr(module, "self_attn", None)
+    mlp: Any = getattr(module, "mlp", None)
+    projections = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    if mlp is None or None in projections:
         return None
-    has_head_norms = _ATTENTION.get(fingerprint(type(attention).forward))
-    code = sys.modules[type(attention).__module__]
-    rotary = tuple(fingerprint(getattr(code, name, None)) for name in ("apply_rotary_pos_emb", "rotate_half"))
-    if has_head_norms is None or rotary != _ROTARY or _is_changed(module, attention):
-        return None
-    norms = norm_of(module.input_layernorm), norm_of(module.post_attention_layernorm)
-    head_norms = (norm_of(attention.q_norm), norm_of(attention.k_norm)) if has_head_norms else None
-    qkv, out = pack_of(attention.q_proj, attention.k_proj, attention.v_proj), pack_of(attention.o_proj)
-    if qkv is None or out is None or None in norms or (head_norms is not None and None in head_norms):
-        return None
-    found = [norm for norm in (*norms, *(head_norms or ())) if norm is not None]
-    if {norm.weight.dtype for norm in found} != {qkv.dtype}:
-        return None
+    qkv, out = pack_of(*projections[:3]), pack_of(projections[3])
     multiplier = float(getattr(module, "residual_multiplier", 1.0))
+    if qkv is None or out is None or not is_decoder_layer(module, qkv.sizes, qkv.dtype, multiplier):
+        return None
+    has_head_norms = hasattr(attention, "q_norm")
+    head_norms = (attention.q_norm, attention.k_norm) if has_head_norms else ()
+    norms = [norm_of(each) for each in (module.input_layernorm, module.post_attention_layernorm, *head_norms)]
+    found = [norm for norm in norms if norm is not None and norm.weight.dtype is qkv.dtype]
+    if len(found) < len(norms):
+        return None
     argument = cache_argument(type(module).forward)
     assert argument is not None
     return DecoderLayer(
@@ -243,8 +228,3 @@ def _whole(layer: DecoderLayer) -> Any:
     norms = [(each.weight.data_ptr(), each.epsilon, each.weighing) for each in all_norms]
     how = queries // dim, keys // dim, dim, mlp.activation, attention.scaling
     return native.DecoderLayer(layer.qkv.dtype is torch.bfloat16, *addresses, norms, *how)
-
-
-def _is_changed(*modules: nn.Module) -> bool:
-    """True if one of these has a forward of its own, as a wrapper of another library gives it."""
-    return any("forward" in vars(each) for each in modules)

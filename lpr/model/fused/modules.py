@@ -1,4 +1,4 @@
-"""RMS norms and gated MLPs of transformers, recognised by their source, whatever their class is called.
+"""RMS norms and gated MLPs of transformers, recognised by what they do (lpr.model.fused.probe).
 
 Each replacement computes inside a step alone; outside it the module's own forward does, which the self-check compares.
 """
@@ -13,23 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lpr.model.cpu.products import PrepackedLinear
-from lpr.model.fused.elementwise import DTYPES, Activation, Weighing, gate, rms_norm
-from lpr.model.fused.source import fingerprint
+from lpr.model.fused.elementwise import DTYPES, gate, rms_norm
+from lpr.model.fused.probe import activation_of, weighing_of
 from lpr.model.packing import Pack, PackedLinear, fit
 from lpr.model.step_inputs import current_step
-
-_NORMS = {
-    "261bf2cef17aaded": Weighing.ROUNDED,
-    "465992225008e2f4": Weighing.ONE_PLUS,
-    "314ed5788d9f1bf8": Weighing.WIDE,
-}
-"""Forms of RMSNorm.forward: Llama's, Gemma's and OLMo 2's."""
-_GEMMA_NORM = "4cce7ef75bf57831"
-"""`_norm` of GemmaRMSNorm, which its forward calls."""
-_GATED_MLP = "f22ff3850ac208d9"
-"""MLP.forward of Llama: down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
-_ACTIVATIONS = {"SiLU": Activation.SILU, "SiLUActivation": Activation.SILU, "GELUTanh": Activation.GELU_TANH}
-"""Classes of torch and of transformers' ACT2FN."""
 
 
 def in_step() -> bool:
@@ -79,16 +66,13 @@ class Norm:
 
 def norm_of(module: Any) -> Norm | None:
     """What computes the norm `module`; None if it is not a known one."""
-    weighing = _NORMS.get(fingerprint(type(module).forward)) if isinstance(module, nn.Module) else None
     weight: Any = getattr(module, "weight", None)
-    if weighing is None or weight is None or weight.dim() != 1 or not weight.is_contiguous():
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not weight.is_contiguous():
         return None
-    if weight.dtype not in DTYPES.get(weight.device.type, ()):
+    if weight.dtype not in DTYPES.get(weight.device.type, ()) or (found := weighing_of(module)) is None:
         return None
-    if weighing is Weighing.ONE_PLUS and fingerprint(type(module)._norm) != _GEMMA_NORM:
-        return None
-    epsilon = module.eps if weighing is Weighing.ONE_PLUS else module.variance_epsilon
-    return Norm(OwnForward(module), weight.data, float(epsilon), int(weighing))
+    weighing, epsilon = found
+    return Norm(OwnForward(module), weight.data, epsilon, int(weighing))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,11 +96,12 @@ class GatedMlp:
 
 def mlp_of(module: Any) -> GatedMlp | None:
     """What computes the MLP `module`; None if it is not a known one, or not packed."""
-    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
-    if activation is None or fingerprint(type(module).forward) != _GATED_MLP:
+    if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return None
     gate_up, down = pack_of(module.gate_proj, module.up_proj), pack_of(module.down_proj)
     if gate_up is None or down is None or len(set(gate_up.sizes)) > 1:
+        return None
+    if (activation := activation_of(module, gate_up.dtype)) is None:
         return None
     return GatedMlp(OwnForward(module), gate_up, down, int(activation))
 

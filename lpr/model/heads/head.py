@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lpr.model.kv_cache import passed
 from lpr.model.step_inputs import StepInputs, step_scope
+from lpr.model.transformers_versions import passed
 
 
 class DraftHead(nn.Module):

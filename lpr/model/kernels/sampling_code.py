@@ -164,13 +164,15 @@ def choose_rows(
 ):  # fmt: skip
     """The choice of row `program_id(0)`, a column, and its total of score and noise, NaN where there is no choice.
 
-    Rows without a temperature take their first largest logit. The noise is that of tokens from `first_token` on.
+    Rows without a temperature take their first largest logit, unless all are -inf. The noise is that of tokens from
+    `first_token` on.
     """
     row = tl.program_id(0).to(tl.int64)
     row_at = logits_at + row * row_stride
     temperature = tl.load(temperature_at + row)
     top, chosen, broken = _largest(row_at, vocabulary, BLOCK)
     total = top
+    broken = tl.where(top > float("-inf"), broken, 1)
     if temperature > 0:
         top = tl.math.div_rn(top, temperature)
         finite = (top < float("inf")) & (top > float("-inf"))

@@ -5,6 +5,9 @@ The processor is a function of its arguments: it goes back to where a path leave
 
 from __future__ import annotations
 
+import resource
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -17,22 +20,51 @@ from lpr.config import InputError
 from lpr.core.grammar import matcher
 from lpr.model.transfer import to_device
 
-MOST_KEPT = 64
-"""Compiled grammars that are kept: the choices of a request have one grammar, and clients send the same one again."""
+MOST_KEPT, MOST_BYTES = 64, 256 << 20
+"""Compiled grammars that are kept, and their memory as measured: the choices of a request have one grammar, and clients
+send the same one again."""
 
 
 class Compiler:
-    """llguidance's tokenizer for one of ours, which takes seconds to build for a large vocabulary."""
+    """Compiles grammars in a thread, so that steps go on: llguidance releases the interpreter's lock.
+
+    It holds llguidance's tokenizer for one of ours, which takes seconds to build for a large vocabulary.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         import llguidance.hf
 
-        known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
-        self._compiled = lru_cache(MOST_KEPT)(lambda grammar: matcher(known, grammar))
+        self._known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
+        self._compiled: OrderedDict[str, Future[tuple[Any, int]]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "grammars")
+
+    def begin(self, grammar: str) -> Future[tuple[Any, int]]:
+        """Compile a grammar, unless it is kept; the result is its matcher and its size in bytes."""
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+        self._compiled.move_to_end(grammar)
+        kept = [each.result()[1] for each in self._compiled.values() if each.done() and each.exception() is None]
+        if len(self._compiled) > MOST_KEPT or (len(self._compiled) > 1 and sum(kept) > MOST_BYTES):
+            self._compiled.popitem(last=False)
+        return self._compiled[grammar]
 
     def matcher(self, grammar: str) -> Any:
         """A matcher at the start of `grammar`."""
-        return self._compiled(grammar).deep_copy()
+        return self.begin(grammar).result()[0].deep_copy()
+
+    def _compile(self, grammar: str) -> tuple[Any, int]:
+        before = memory_used()
+        found = matcher(self._known, grammar)
+        return found, max(len(grammar), memory_used() - before)
+
+
+def memory_used() -> int:
+    """Bytes of memory that this process has; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 _compilers: WeakKeyDictionary[Any, dict[int, Compiler]] = WeakKeyDictionary()
@@ -63,6 +95,8 @@ class Grammar:
         if problem := _problem(grammar):
             raise InputError(f"grammar: {problem}")
         self._grammar, self._num_prompt, self._tokenizer = grammar, num_prompt, tokenizer
+        for compiler in _compilers.get(tokenizer, {}).values():  # while the request waits and its prompt is evaluated
+            compiler.begin(grammar)
         self._matcher: Any = None
         self._path: list[int] = []
         self._mask: np.ndarray = np.empty(0, np.int32)

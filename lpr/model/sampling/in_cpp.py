@@ -34,14 +34,14 @@ def draw(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """The argmax [n] of `logits` [n, V] on a CPU, of equal ones the first; NOT_A_NUMBER in rows with a NaN."""
+    """The argmax [n] of `logits` [n, V] on a CPU, of equal ones the first; NOT_A_NUMBER with a NaN, or all -inf."""
     if native.best_rows is not None:
         logits, found = _readable(logits), np.empty(len(logits), np.int64)
         native.best_rows(*_place(logits), team_size(), found)
         return _chosen(found)
     values = logits.float().numpy()  # several times as fast as torch, and like torch takes a NaN for the largest
     found = values.argmax(1)
-    return _chosen(np.where(np.isnan(values[np.arange(len(found)), found]), _NONE, found))
+    return _chosen(np.where(values[np.arange(len(found)), found] > -np.inf, found, _NONE))
 
 
 def candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

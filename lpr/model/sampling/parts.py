@@ -43,8 +43,7 @@ def choose_in_part(
     """
     chosen, totals = pick_with_totals(logits, selection.from_token(first), fixed_shapes)
     if selection.sampled:
-        is_empty = (selection.temperature > 0) & (logits.amax(-1) == -torch.inf)
-        totals = torch.where(is_empty, -torch.inf, totals)
+        totals = torch.where(logits.amax(-1) == -torch.inf, -torch.inf, totals)
     columns = [totals.float()[:, None].view(torch.int32), (chosen.clamp_min(0) + first)[:, None].int()]
     return torch.cat([*columns, *_likeliest(logits, first, num_candidates)], 1)
 
@@ -69,7 +68,7 @@ def choose_among_parts(parts: Tensor, selection: Selection, num_candidates: int)
     totals, tokens = parts[..., 0].contiguous().view(torch.float32), parts[..., 1].long()
     best = totals.amax(0)
     chosen = tokens.masked_fill_(totals != best, torch.iinfo(torch.int64).max).amin(0)  # of equal ones the lowest
-    broken = totals.isnan().any(0)
+    broken = totals.isnan().any(0) | (best == -torch.inf)
     if selection.sampled:
         broken |= (selection.temperature > 0) & ~best.isfinite()
     return chosen.masked_fill_(broken, NOT_A_NUMBER), *_likeliest_of_all(parts[..., 2:], num_candidates)
@@ -132,7 +131,7 @@ def choose_within_limits(
     totals = torch.where(allowed, totals, -torch.inf)
     best = totals.amax(1)
     chosen = torch.where(totals == best[:, None], ids, torch.iinfo(torch.int64).max).amin(1)
-    broken |= (selection.temperature > 0) & ~best.isfinite()
+    broken |= (best == -torch.inf) | ((selection.temperature > 0) & ~best.isfinite())
     found = _likeliest_of_all(parts[..., 3 * length + TOP_K :], num_candidates)
     return torch.where(broken, NOT_A_NUMBER, chosen), *found
 

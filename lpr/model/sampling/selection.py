@@ -16,6 +16,8 @@ from lpr.model.transfer import to_device
 from lpr.native import selection_words
 
 _MASK64 = 2**64 - 1
+COLDEST = 1e-30
+"""Lower temperatures count as this one: logits over it differ by far more than any noise, and no logit overflows."""
 TOP_K = 64
 """The largest top-k that ranks with a part of the vocabulary each apply together (lpr.model.sampling.parts)."""
 
@@ -52,7 +54,13 @@ class Selection:
             return cls(torch.empty(0, dtype=torch.int32), 0, 0, sampled=False, filtered=False)
         # A top_k beyond any vocabulary is no limit either way.
         choices = [
-            (each.seed & _MASK64, each.temperature, min(each.top_k, 2**31 - 1), each.top_p, each.min_p)
+            (
+                each.seed & _MASK64,
+                max(each.temperature, COLDEST) if each.temperature else 0.0,
+                min(each.top_k, 2**31 - 1),
+                each.top_p,
+                each.min_p,
+            )
             for each, _ in requests
         ]
         positions = [np.ascontiguousarray(each, np.int32) for _, each in requests]

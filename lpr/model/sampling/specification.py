@@ -24,7 +24,7 @@ def choose(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, to
     """
     if not selection.sampled:
         best = logits.max(-1)  # unlike argmax it also shows a NaN, at the same price
-        return best.indices.masked_fill_(best.values.isnan(), NOT_A_NUMBER), best.values
+        return torch.where(best.values > -torch.inf, best.indices, NOT_A_NUMBER), best.values
     scores = logits.float()
     broken = scores.amax(-1).isnan()
     warm = selection.temperature[:, None] > 0
@@ -34,7 +34,7 @@ def choose(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, to
     tokens = torch.arange(scores.shape[1], device=scores.device) + selection.first_token
     noise = gumbel(selection.keys[:, None], tokens[None])
     best = torch.where(warm, scaled + noise[selection.key_of], scores).max(-1)
-    broken |= warm[:, 0] & ~best.values.isfinite()
+    broken |= (best.values == -torch.inf) | (warm[:, 0] & ~best.values.isfinite())
     return torch.where(broken, NOT_A_NUMBER, best.indices), torch.where(broken, torch.nan, best.values)
 
 

@@ -21,7 +21,7 @@ from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.jobs import Wanted
 from lpr.serve.sandbox import ExhaustedError
-from lpr.serve.text.conversation import is_simple
+from lpr.serve.text.conversation import check_templates, is_simple
 from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import PLAIN, Replies
 from lpr.serve.text.served import Served, spread
@@ -46,6 +46,15 @@ async def prepare(
 
     `ceiling` is a number of tokens of which as many are meant as fit.
     """
+    try:
+        return await _prepared(request, context, served, body, ceiling)
+    except ApiError as failure:
+        raise failure.renamed(body.places) from failure
+
+
+async def _prepared(
+    request: Request, context: Context, served: Served, body: ChatBody, ceiling: int | None
+) -> tuple[list[Wanted], Replies]:
     text = await chat_text(request, served, body)
     replies = served.replies(body, text)
     ids = await _encoded(request, served, text, body)
@@ -86,6 +95,9 @@ async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeB
         raise ApiError(ErrorCode(refused[0]), *refused[1:])
     if text is not None:
         return str(text)
+    check_templates(served.templates)
+    if not served.templates.is_known:
+        await unless_gone(request.receive, context_of(request).learn(served))
     if is_simple(body) and not is_long(request):
         return served.chat_text(body)
     # What a client sets can make a template's work as large as it likes.

@@ -63,18 +63,16 @@ async def complete(body: CompletionBody, request: Request) -> Response:
 @router.post("/v1/fim/completions", summary="Fill in the middle, as Mistral's API", responses=STREAM)
 async def fill(body: FimBody, request: Request) -> Response:
     """Write what belongs between `prompt` and `suffix`; the answer is shaped like a chat's."""
-    context, served = await begin(request)
+    context, served = await begin(request, body.user)
     filler = served.need_filler("suffix")
     served.check_length(body.prompt)
     served.check_length(body.suffix or "", "suffix")
     ids = await aside(request, filler.prompt, body.prompt, body.suffix or "")
-    plain = CompletionBody(
-        prompt=body.prompt, model=body.model, top_p=body.top_p, stop=body.stop, seed=body.random_seed,
-        min_tokens=body.min_tokens or 0, stream=body.stream, temperature=body.temperature or 0.0,
-    )  # fmt: skip
+    fields = {**body.sampled(), "temperature": body.temperature or 0.0, "prompt": body.prompt, "stop": body.stop}
+    plain = CompletionBody.model_construct(**fields)
     most = body.max_tokens if body.max_tokens is not None else min(MOST_IN_HOLE, served.most(len(ids)))
     params = served.params(plain, served.room(plain, len(ids), most), stop_token_ids=filler.end_ids)
-    wanted = [Wanted(prompt_ids=ids, params=params)]
+    wanted = [Wanted(prompt_ids=ids, params=params, delivered=served.delivered(plain, params))]
     return await answer_as_chat(context, request, served, plain, wanted, "fim")
 
 

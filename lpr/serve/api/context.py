@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -22,7 +22,7 @@ from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import DisconnectedError, Generation
 from lpr.serve.jobs import Terms, Wanted
 from lpr.serve.metrics import Metrics
-from lpr.serve.sandbox import Sandbox, sandbox
+from lpr.serve.sandbox import ExhaustedError, Sandbox, sandbox
 from lpr.serve.service import Service
 from lpr.serve.text.grammars import Grammars
 from lpr.serve.text.served import Served
@@ -76,7 +76,10 @@ class Context:
 
     def start(self) -> None:
         """Start the processes beside this one, or give them what they lack, without waiting for them."""
-        task = asyncio.create_task(self.checks.start())
+        self._starts(self.checks.start())
+
+    def _starts(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
@@ -89,12 +92,33 @@ class Context:
 
     def load(self, served: Served) -> None:
         """Serve a model from now on."""
-        facts = served.facts
-        grammars = (facts.tokenizer, facts.vocab_size, facts.eos_token_ids) if self.grammars.is_installed else None
-        model = (facts.max_length, served.templates.sources, facts.special_tokens, served.most_characters)
-        self.checks.prepare(*model, grammars)
+        self._prepare_checks(served)
         self.served = served
         self.start()
+        if served.templates:
+            self._starts(self._learn_first(served))
+
+    async def learn(self, served: Served) -> None:
+        """Learn what the chat templates read, where they can do no harm; raises ApiError."""
+        if not served.templates.is_known:
+            try:
+                fits = await self.checks.run("learn")
+            except ExhaustedError:
+                fits = {}
+            served.templates.know(fits)
+            self._prepare_checks(served)
+            self.start()
+
+    async def _learn_first(self, served: Served) -> None:
+        with suppress(ApiError, OSError):  # the first chat tries again
+            await self.learn(served)
+
+    def _prepare_checks(self, served: Served) -> None:
+        facts, templates = served.facts, served.templates
+        grammars = (facts.tokenizer, facts.vocab_size, facts.eos_token_ids) if self.grammars.is_installed else None
+        fits = templates.learnt() if templates.is_known else None
+        model = (facts.max_length, templates.sources, facts.special_tokens, served.most_characters)
+        self.checks.prepare(*model, fits, grammars)
 
     async def grammar(self, request: Request, wanted: ResponseFormat | None, held: str = "") -> str:
         """A grammar in llguidance's JSON form, "" for plain text; raises ApiError or DisconnectedError.

@@ -17,12 +17,10 @@ from lpr.serve.bodies.infill import InfillBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.text.fim import Extra
-from lpr.serve.text.served import Served, fresh_seed, sampling, spread
+from lpr.serve.text.served import Served, fresh_seed, samplers_of, sampling, spread
 
 router = APIRouter(route_class=JsonRoute)
 
-SAMPLERS = ("top_k", "top_p", "min_p", "temperature", "penalties", "infill")
-"""Names that `samplers` may hold. "infill" is llama.cpp's nearly greedy sampler."""
 MOST = 512
 """Tokens of a middle where `n_predict` is -1."""
 
@@ -108,12 +106,10 @@ def _prompt(served: Served, body: InfillBody, count: int) -> tuple[list[int], bo
 
 
 def _params(served: Served, body: InfillBody, count: int) -> SamplingParams:
-    used = set(SAMPLERS) if body.samplers is None else set(body.samplers)
-    for name in used - set(SAMPLERS):
-        raise bad("samplers", f"samplers: {name!r} is not supported; {', '.join(SAMPLERS)} are")
+    used = samplers_of(body.samplers)
     values: dict[str, Any] = {
         "max_new_tokens": count,
-        "seed": body.seed if body.seed >= 0 else fresh_seed(),
+        "seed": body.seed if body.seed is not None else fresh_seed(),
         "stop": tuple(body.stop),
         "stop_token_ids": served.filler.end_ids if served.filler is not None else (),
     }

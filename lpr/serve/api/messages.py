@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from lpr.protocol import ErrorCode
 from lpr.serve.api.answers import answer
 from lpr.serve.api.blocks import Block, BlockForm
 from lpr.serve.api.chat import chat_asked, chat_ids, prepare
@@ -32,7 +33,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     chat = chat_asked(request, body)
     context, served = await begin(request, chat.user)
     wanted, replies = await prepare(request, context, served, chat, body.max_tokens)
-    name = context.name(request, "msg")
+    name = context.name(request, "msg", body.request_id)
     form = _MessageForm(served, replies, wanted[0], body, name)
     return await answer(context, request, name, context.generation(request, chat, wanted), form, body.stream)
 
@@ -66,6 +67,8 @@ class _MessageForm(BlockForm):
         self._head = {**head, "container": None}
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        if choices[0].finish_reason == "abort":
+            raise _cancelled()
         self.read(choices[0])
         content = [self._shown(block) for block in self.blocks]
         return {**self._head, "content": content, **self._end(choices[0]), "usage": self._usage(choices[0])}
@@ -86,6 +89,9 @@ class _MessageForm(BlockForm):
         yield {"type": "content_block_stop", "index": block.index}
 
     def finished(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        if choice.finish_reason == "abort":
+            yield from self.failed(_cancelled())
+            return
         yield {"type": "message_delta", "delta": self._end(choice), "usage": self._usage(choice)}
         yield {"type": "message_stop"}
 
@@ -112,6 +118,11 @@ class _MessageForm(BlockForm):
         usage = {**_USAGE, "input_tokens": self.num_prompt - cached, "cache_read_input_tokens": cached}
         thought = {"thinking_tokens": self.num_thought}
         return {**usage, "output_tokens": self.num_output(choice), "output_tokens_details": thought}
+
+
+def _cancelled() -> ApiError:
+    """The error of a deleted request, of which no `stop_reason` is true; a client does not send it again by itself."""
+    return ApiError(ErrorCode.CANCELLED, "the request was cancelled")
 
 
 def _object(text: str) -> Any:

@@ -80,7 +80,7 @@ class Keys:
         weights: dict[str, float] = {}
         if path is not None:
             try:
-                lines = path.read_text(encoding="utf-8").splitlines()
+                lines = path.read_text(encoding="utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as failure:
                 reason = getattr(failure, "strerror", None) or failure
                 raise InputError(f"cannot read --api-key-file {path}: {reason}") from failure

@@ -47,12 +47,13 @@ class Reply:
     def take(self, each: Event) -> list[Piece]:
         """The pieces that are certain with a step."""
         self.delivered(each.choice, each.chunk.start_character)
-        return self._reader.feed(each.text, each.choice.finish_reason is not None)
+        reason = each.choice.finish_reason
+        return self._reader.feed(each.text, reason is not None, cut=reason != "stop")
 
     def whole(self, choice: Choice) -> list[Piece]:
         """All pieces of a finished choice."""
         self.delivered(choice, num_delivered(choice))
-        return self._reader.feed(choice.text, True)
+        return self._reader.feed(choice.text, True, cut=choice.finish_reason != "stop")
 
     def deltas(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """The calls among some pieces, or what they add to calls, in the shape of a chat's `tool_calls`."""

@@ -39,7 +39,7 @@ async def respond(body: ResponsesBody, request: Request) -> Response:
         wanted, replies = await prepare(request, context, served, chat)
     except ApiError as failure:
         raise failure.renamed(_OWN_NAMES) from failure
-    name = context.name(request, "resp")
+    name = context.name(request, "resp", body.request_id)
     form = _ResponseForm(served, replies, wanted[0], body, name)
     return await answer(context, request, name, context.generation(request, chat, wanted), form, body.stream)
 

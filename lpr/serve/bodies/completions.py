@@ -5,9 +5,10 @@ Names and defaults are those of OpenAI's API and of vLLM's extras to it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from lpr.serve import limits
 from lpr.serve.bodies.fields import (
@@ -16,29 +17,24 @@ from lpr.serve.bodies.fields import (
     Few,
     FunctionName,
     Grammar,
-    Int,
+    Ignored,
     Label,
-    LogitBias,
     MaybeCount,
-    MinP,
+    Most,
     Names,
     Natural,
     NumTop,
-    Penalty,
-    Positive,
-    Repetition,
-    Resumable,
-    StopIds,
+    Sampled,
     Stops,
-    Temperature,
     TextOr,
     TokenId,
-    TopK,
-    TopP,
+    by_type,
     few_ids,
     few_parts,
     few_tool_values,
     few_values,
+    tagged,
+    without,
 )
 
 
@@ -46,6 +42,7 @@ class StreamOptions(Body):
     """What a stream carries besides text."""
 
     include_usage: bool = False
+    include_obfuscation: Ignored = None  # --pad-stream does this
     continuous_usage_stats: bool = False
 
 
@@ -82,6 +79,21 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Ignored = None  # prompts are always cached
+    prompt_cache_breakpoint: Ignored = None
+    annotations: Ignored = None
+
+
+class RefusalPart(Body):
+    """A part of an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The refusal."""
+        return self.refusal
 
 
 class Prediction(Body):
@@ -96,48 +108,22 @@ class Prediction(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Sampling(Resumable):
+class Sampling(Sampled):
     """Fields that completions and chats share."""
 
-    model: Label | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     n: Choices | None = None
     stop: Stops = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: LogitBias = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: Label | None = None  # only written to the access log
     prediction: Prediction | None = None
-    prompt_cache_key: Label | None = None  # for routers (lpr.fleet.affinity): the same text comes from every replica
-
-    # vLLM's.
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: Repetition | None = None
-    min_tokens: Natural = 0
-    ignore_eos: bool = False
-    stop_token_ids: StopIds = None
-    priority: Int = 0
-    """Lower is earlier. A request of priority p waits as one that arrived 10 p seconds later; beyond 10 counts as 10,
-    so none starves. Requests of other keys are not passed: keys share by weight."""
-    request_id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w.:-]+$")] | None = None
-    add_special_tokens: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
-    use_beam_search: Literal[False] | None = None
-
-    # lpr's.
-    return_sources: bool | None = None  # name the draft source of every token
+    n_predict: MaybeCount | None = None  # llama.cpp's max_tokens; 0: only fill the cache
+    add_special_tokens: bool | None = None  # vLLM's
+    return_sources: bool | None = None  # lpr's: name the draft source of every token
 
     @model_validator(mode="after")
     def _streams(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options goes with stream=true only")
+            raise ValueError("stream_options: it goes with stream=true only")
         return self
 
 
@@ -150,15 +136,26 @@ Prompt = (
 )
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class CompletionBody(Sampling):
     """`POST /v1/completions`."""
 
     prompt: Annotated[Prompt, few_ids]
     suffix: str | None = None
-    max_tokens: Natural | None = 16
+    max_tokens: Annotated[Natural | None, without(-1)] = 16
     best_of: Choices | None = None
     echo: bool | None = None
     logprobs: NumTop | None = None
+
+    @model_validator(mode="after")
+    def _predicts(self) -> CompletionBody:
+        if self.n_predict == 0:
+            raise ValueError("n_predict: 0 fills the cache in chats and in /infill only")
+        if self.n_predict is not None:
+            self.max_tokens = self.n_predict if self.n_predict > 0 else None
+        return self
 
 
 class CalledFunction(Body):
@@ -172,6 +169,7 @@ class ToolCall(Body):
     """A call that a message made."""
 
     id: Label
+    cache_control: Ignored = None
     type: Literal["function"] = "function"
     function: CalledFunction
     index: Natural | None = None  # of a stream's delta, which clients send back
@@ -190,6 +188,7 @@ class Function(Body):
     description: Grammar | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    return_: dict[str, Any] | None = Field(default=None, alias="return")  # transformers': templates show it
 
 
 class Tool(Body):
@@ -197,6 +196,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: Ignored = None
 
     @classmethod
     def of(cls, name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> Tool:
@@ -228,18 +228,45 @@ def joined(content: str | list[Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
+Parts = Few[Annotated[Annotated[TextPart, tagged("text")] | Annotated[RefusalPart, tagged("refusal")], by_type()],]
+
+
 class Message(Body):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Few[TextPart] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: TextOr[Parts] | None = None
     name: Label | None = None
     tool_call_id: Label | None = None
     tool_calls: Few[ToolCall] | None = None
+    function_call: CalledFunction | None = None  # what a call was before there were tools
     reasoning_content: str | None = None
-    refusal: None = None
+    reasoning: str | None = None  # vLLM's name of it
+    thinking: str | None = None  # gpt-oss's
+    refusal: str | None = None
+    prefix: bool | None = None  # DeepSeek's and Mistral's: the answer goes on where this one, the last, ends
+    partial: bool | None = None  # Moonshot's name of it
+    annotations: Ignored = None
+    cache_control: Ignored = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as lpr.serve.text.fitting takes it."""
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [{"type": "text", "text": part.text} for part in content]
+        calls = [each.model_dump(include={"id", "type", "function"}) for each in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append({"id": _FUNCTION, "type": "function", "function": self.function_call.model_dump()})
+        more = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls or None}
+        thought = next((each for each in (self.reasoning_content, self.reasoning, self.thinking) if each), None)
+        more["reasoning_content"] = thought
+        role = "tool" if self.role == "function" else self.role
+        shown = {"role": role, "content": content if content or not self.refusal else self.refusal}
+        return shown | {name: value for name, value in more.items() if value is not None}
 
 
+_FUNCTION = "call_000000000000000000000000"
+"""The id of a call that has none."""
 Messages = Annotated[Few[Message], Field(min_length=1, max_length=limits.MESSAGES.most), few_parts]
 Tools = Annotated[Few[Tool], Field(max_length=limits.TOOLS.most), few_tool_values]
 
@@ -248,34 +275,42 @@ class ChatBody(Sampling):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
+    max_tokens: Most = None
+    max_completion_tokens: Most = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], few_values] | None = None
+    reasoning_effort: Effort | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[Few[Literal["text"]], Field(max_length=limits.FIELDS.most)] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-
-    # llama.vim sends these to a chat as well.
-    n_predict: MaybeCount | None = None
-    cache_prompt: bool | None = None  # without effect: prompts are always cached, and the text is the same
-    id_slot: Int | None = None  # without effect: slots are found by their longest common prefix
-    samplers: Names | None = None
     response_fields: Names | None = None
+    t_max_predict_ms: float | None = None  # without effect where n_predict is 0, as llama.vscode sends it
+
+    _places: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """The names that messages have in the body that this chat was made of."""
+        return self._places
 
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs goes with logprobs=true only")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: it goes with logprobs=true only")
+        if self.t_max_predict_ms and self.n_predict != 0:
+            raise ValueError("t_max_predict_ms: only 0 is supported, unless n_predict is 0")
+        for at, message in enumerate(self.messages):
+            if message.prefix or message.partial:
+                if at + 1 < len(self.messages) or message.role != "assistant":
+                    raise ValueError(f"messages.{at}.prefix: it goes with the last message, of the assistant, only")
+                self.continue_final_message, self.add_generation_prompt = True, False
         given = self.model_fields_set
         if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in given:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+            raise ValueError("continue_final_message: it and add_generation_prompt exclude each other")
         return self
 
 
@@ -305,3 +340,9 @@ class DetokenizeBody(Body):
 
     model: Label | None = None
     tokens: Annotated[Few[TokenId], Field(max_length=limits.DETOKENIZED.most)]
+
+
+def placed(chat: ChatBody, places: Sequence[str]) -> ChatBody:
+    """A chat whose messages have these places in the body that it was made of."""
+    chat._places = {f"messages.{at}": place for at, place in enumerate(places)}
+    return chat

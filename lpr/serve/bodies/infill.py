@@ -11,16 +11,19 @@ from lpr.serve.bodies.fields import (
     Body,
     Choices,
     Few,
+    Harmless,
     Ignored,
     Int,
     Label,
     MaybeCount,
     MinP,
+    Most,
     Names,
     Natural,
     Penalty,
-    Positive,
     Repetition,
+    Sampled,
+    Samplers,
     Seed,
     Stop,
     Stops,
@@ -38,7 +41,7 @@ class ExtraFile(Body):
     time: Ignored = None  # without effect: the order of the pieces counts
 
 
-class InfillBody(Body):
+class InfillBody(Harmless):
     """llama.cpp's `POST /infill`, with the fields that llama.vim and llama.vscode send."""
 
     input_prefix: str
@@ -49,12 +52,10 @@ class InfillBody(Body):
     n_predict: MaybeCount = -1  # -1: 512, or a quarter of the model's limit. 0: only fill the cache
     n_indent: Natural = 0  # end before a line that is indented by less than this many characters
     n_cmpl: Choices = 1
-    t_max_prompt_ms: float | None = None  # without effect, as in llama.cpp
     t_max_predict_ms: float = 0
     """End after this time, once a line is complete; counted from the first token. 0: no limit."""
-    cache_prompt: bool = True
-    id_slot: Int = -1
-    samplers: Names | None = None  # of top_k, top_p, min_p, temperature and penalties, those in this list are used
+    id_slot: Int = -1  # only shown in the answer
+    samplers: Samplers | None = None  # of top_k, top_p, min_p, temperature and penalties, those in this list are used
     response_fields: Names | None = None
     """Answer with these fields only; "a/b" is field b of a."""
     temperature: Temperature = 0.0
@@ -64,23 +65,17 @@ class InfillBody(Body):
     repeat_penalty: Repetition = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    seed: Annotated[int, Field(ge=-1, lt=2**64)] = -1
+    seed: Seed = None
     stop: Annotated[Few[Stop], Field(max_length=limits.STOPS.most)] = []
     stream: bool = False
     return_tokens: bool = False
     model: Label | None = None
 
 
-class FimBody(Body):
+class FimBody(Sampled):
     """Mistral's `POST /v1/fim/completions`."""
 
-    model: Label | None = None
     prompt: str
     suffix: str | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    max_tokens: Positive | None = None
-    min_tokens: Natural | None = None
-    stream: bool | None = None
+    max_tokens: Most = None
     stop: Stops = None
-    random_seed: Seed = None

@@ -6,24 +6,33 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from lpr.serve import limits
-from lpr.serve.bodies.completions import ChatBody, Message, NamedChoice, Tool, ToolCall, joined
+from lpr.serve.bodies.completions import (
+    ChatBody,
+    Effort,
+    JsonSchema,
+    Message,
+    NamedChoice,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+    joined,
+    placed,
+)
 from lpr.serve.bodies.fields import (
     Body,
     Few,
     FunctionName,
     Grammar,
+    Harmless,
     Ignored,
     Label,
     Positive,
-    Resumable,
+    Sampled,
     Stop,
-    Temperature,
     TextOr,
-    TopK,
-    TopP,
     by_type,
     few_call_values,
     few_parts,
@@ -53,6 +62,7 @@ class ToolUse(Body):
     input: Annotated[dict[str, Any], few_call_values]
     cache_control: Ignored = None
     caller: Ignored = None
+    toolset_name: Ignored = None
 
 
 class ToolResult(Body):
@@ -135,12 +145,29 @@ class Thoughts(Body):
 
 
 class Metadata(Body):
-    """Of the client's user."""
+    """Of the client's user. All else is without effect."""
+
+    model_config = ConfigDict(extra="ignore")
 
     user_id: Label | None = None
 
 
-class CountBody(Body):
+class OutputFormat(Body):
+    """The form of the text."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """What the answer is like."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+    task_budget: Ignored = None
+
+
+class CountBody(Harmless):
     """`POST /v1/messages/count_tokens`."""
 
     model: Label | None = None
@@ -149,47 +176,54 @@ class CountBody(Body):
     tools: Annotated[Few[Declared], Field(max_length=limits.TOOLS.most), few_tool_values] | None = None
     tool_choice: Choice | None = None
     thinking: Thoughts | None = None
-    cache_control: Ignored = None
-    context_management: Ignored = None  # without effect, as the next one
-    output_config: Ignored = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
 
-class MessagesBody(CountBody, Resumable):
+class MessagesBody(CountBody, Sampled):
     """`POST /v1/messages`."""
 
     max_tokens: Positive
     """At most what fits into the model's context: clients send numbers for models with a longer one."""
     stop_sequences: Annotated[Few[Stop], Field(max_length=limits.STOPS.most)] | None = None
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_k: TopK | None = None
-    top_p: TopP | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 def as_chat(body: CountBody) -> ChatBody:
     """The chat that a body asks for. Its fields have been validated."""
     messages: list[Message] = []
+    places: list[str] = []
     if body.system:
         messages.append(Message.model_construct(role="system", content=joined(body.system)))
-    for turn in body.messages:
+        places.append("system")
+    for at, turn in enumerate(body.messages):
         messages += _messages(turn)
+        places += [f"messages.{at}"] * (len(messages) - len(places))
     tools = [Tool.of(each.name, each.description, each.input_schema, each.strict) for each in body.tools or ()]
     fields: dict[str, Any] = {"messages": messages, "model": body.model, "tools": tools or None}
     if (chosen := body.tool_choice) is not None:
         same = {"any": "required"}.get(chosen.type, chosen.type)
         fields["tool_choice"] = NamedChoice.of(chosen.name) if chosen.name is not None else same
         fields["parallel_tool_calls"] = not chosen.disable_parallel_tool_use
-    if messages and messages[-1].role == "assistant" and messages[-1].content and not messages[-1].tool_calls:
+    if (
+        messages
+        and messages[-1].role == "assistant"
+        and messages[-1].content is not None
+        and not messages[-1].tool_calls
+    ):
         fields |= {"continue_final_message": True, "add_generation_prompt": False}  # the client has begun the answer
     if body.thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    config = body.output_config or OutputConfig()
+    fields["reasoning_effort"] = config.effort
+    if (form := config.format or body.output_format) is not None:
+        schema = JsonSchema.model_construct(name="schema", schema_=form.schema_)
+        fields["response_format"] = ResponseFormat.model_construct(type="json_schema", json_schema=schema)
     if isinstance(body, MessagesBody):
-        names = ("stream", "temperature", "top_k", "top_p", *Resumable.model_fields)
-        fields |= {name: getattr(body, name) for name in names}
-        fields |= {"stop": body.stop_sequences, "user": body.metadata.user_id if body.metadata is not None else None}
-    return ChatBody.model_construct(**fields)
+        fields |= {**body.sampled(), "stop": body.stop_sequences}
+        if body.metadata is not None and body.metadata.user_id is not None:
+            fields["user"] = body.metadata.user_id
+    return placed(ChatBody.model_construct(**fields), places)
 
 
 def _messages(turn: Turn) -> Iterator[Message]:

@@ -29,15 +29,16 @@ def unpack(data: bytes) -> Any:
 def _packed(body: Any) -> msgspec.msgpack.Ext:
     if not isinstance(body, Body):
         raise TypeError(f"a {type(body).__name__} is no body")
-    return msgspec.msgpack.Ext(_BODY, pack([_name(type(body)), body.__dict__, list(body.model_fields_set)]))
+    state = [body.__dict__, list(body.model_fields_set), body.__pydantic_private__]
+    return msgspec.msgpack.Ext(_BODY, pack([_name(type(body)), *state]))
 
 
 def _unpacked(code: int, data: memoryview) -> Body:
-    name, fields, given = msgspec.msgpack.decode(data, ext_hook=_unpacked)
+    name, fields, given, private = msgspec.msgpack.decode(data, ext_hook=_unpacked)
     kind = _classes()[name]
     body = kind.__new__(kind)
     state = {"__dict__": fields, "__pydantic_fields_set__": set(given)}
-    body.__setstate__({**state, "__pydantic_extra__": None, "__pydantic_private__": None})
+    body.__setstate__({**state, "__pydantic_extra__": None, "__pydantic_private__": private})
     return body
 
 

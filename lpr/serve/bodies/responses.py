@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from lpr.serve import limits
 from lpr.serve.bodies.completions import (
     ChatBody,
+    Effort,
     Function,
     FunctionChoice,
     JsonSchema,
@@ -19,6 +20,7 @@ from lpr.serve.bodies.completions import (
     Tool,
     ToolCall,
     joined,
+    placed,
 )
 from lpr.serve.bodies.fields import (
     Body,
@@ -27,11 +29,9 @@ from lpr.serve.bodies.fields import (
     Grammar,
     Ignored,
     Label,
-    Positive,
-    Resumable,
-    Temperature,
+    Most,
+    Sampled,
     TextOr,
-    TopP,
     by_type,
     few_parts,
     few_tool_values,
@@ -42,11 +42,19 @@ from lpr.serve.bodies.fields import (
 class Part(Body):
     """A part of a message's text."""
 
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
     text: str
+    cache_control: Ignored = None
     annotations: Ignored = None
     logprobs: Ignored = None
     prompt_cache_breakpoint: Ignored = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") == "refusal" and "refusal" in given:
+            return {"text" if name == "refusal" else name: value for name, value in given.items()}
+        return given
 
 
 Parts = Annotated[Few[Part], Field(max_length=limits.MESSAGES.most)]
@@ -160,7 +168,7 @@ class TextOptions(Body):
 class Reasoning(Body):
     """How much the model thinks, where its template has a choice."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Label | None = None  # without effect: thoughts are shown whole
     generate_summary: Label | None = None
     context: Label | None = None
@@ -172,33 +180,29 @@ class StreamChoice(Body):
     include_obfuscation: bool | None = None  # --pad-stream does this
 
 
-class ResponsesBody(Resumable):
+Included = Literal[
+    "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+]  # fmt: skip
+"""What answers may include: all is without effect, as nothing is encrypted, and no hosted tool is called."""
+
+
+class ResponsesBody(Sampled):
     """`POST /v1/responses`."""
 
-    model: Label | None = None
     input: TextOr[Annotated[Few[Item], Field(min_length=1, max_length=limits.MESSAGES.most), few_parts]]
     instructions: str | None = None
-    max_output_tokens: Positive | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    stream: bool | None = None
+    max_output_tokens: Most = None
     stream_options: StreamChoice | None = None
     tools: Annotated[Few[Offered], Field(max_length=limits.TOOLS.most), few_tool_values] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    store: Literal[False] | None = None
-    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None
+    store: Literal[False] | None = None  # an id that cannot be asked for would be a promise
+    include: Annotated[list[Included], Field(max_length=len(get_args(Included)))] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    metadata: Ignored = None
-    client_metadata: Ignored = None
-    user: Label | None = None
-    safety_identifier: Label | None = None  # without effect
-    prompt_cache_key: Label | None = None
-    prompt_cache_retention: Label | None = None  # without effect
 
     @field_validator("tools")
     @classmethod
@@ -225,13 +229,14 @@ def qualified(name: str, namespace: str | None) -> str:
 def as_chat(body: ResponsesBody) -> ChatBody:
     """The chat that a body asks for. Its fields have been validated."""
     items = [Said(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    messages = _messages(items)
+    messages, places = _messages(items)
     if body.instructions:
         messages.insert(0, Message.model_construct(role="system", content=body.instructions))
+        places.insert(0, "instructions")
     choice = body.tool_choice
-    same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "prompt_cache_key")
-    fields: dict[str, Any] = {name: getattr(body, name) for name in (*same, *Resumable.model_fields)}
+    fields = body.sampled()
     fields |= {"messages": messages, "max_tokens": body.max_output_tokens, "response_format": _format(body)}
+    fields["parallel_tool_calls"] = body.parallel_tool_calls
     if isinstance(choice, ChosenFunction):
         fields["tool_choice"] = NamedChoice.of(qualified(choice.name, choice.namespace))
     else:
@@ -239,10 +244,8 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     fields["tools"] = [
         Tool.of(name, each.description, each.parameters, each.strict) for name, _, each in body.functions
     ] or None
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        effort = body.reasoning.effort
-        fields["chat_template_kwargs"] = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return ChatBody.model_construct(**fields)
+    fields["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
+    return placed(ChatBody.model_construct(**fields), places)
 
 
 def _format(body: ResponsesBody) -> ResponseFormat | None:
@@ -253,10 +256,14 @@ def _format(body: ResponsesBody) -> ResponseFormat | None:
     return ResponseFormat.model_construct(type=format.type, json_schema=schema)
 
 
-def _messages(items: Sequence[Said | Called | Returned | Thought]) -> list[Message]:
-    """The items as messages of a chat: a thought, a text and calls that follow one another are one of them."""
+def _messages(items: Sequence[Said | Called | Returned | Thought]) -> tuple[list[Message], list[str]]:
+    """The items as messages of a chat: a thought, a text and calls that follow one another are one of them.
+
+    Each has a place, the name of its first item.
+    """
     messages: list[Message] = []
-    for item in items:
+    places: list[str] = []
+    for at, item in enumerate(items):
         if isinstance(item, Returned):
             content = joined(item.output)
             messages.append(Message.model_construct(role="tool", content=content, tool_call_id=item.call_id))
@@ -266,7 +273,8 @@ def _messages(items: Sequence[Said | Called | Returned | Thought]) -> list[Messa
             if not messages or messages[-1].role != "assistant" or (isinstance(item, Said) and messages[-1].content):
                 messages.append(Message.model_construct(role="assistant", content=None))
             _add(messages[-1], item)
-    return messages
+        places += [f"input.{at}"] * (len(messages) - len(places))
+    return messages, places
 
 
 def _add(message: Message, item: Said | Called | Thought) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 
 SOCKET = "LPR_SERVE_SOCKET"
@@ -17,8 +18,15 @@ SECRETS = "LPR_SERVE_SECRETS"
 """Environment variable with flags that are not in a process's command line, which every user can read: JSON."""
 KEYS = ("--api-key", "--api-key-file")
 """Flags with the keys of clients, which ranks do not need."""
+LONGEST_FOLDER = 64
+"""Bytes of a folder's name that leave room for a socket's name: Linux takes 107 bytes in all, macOS 103."""
 SECRET_FLAGS = (*KEYS, "--draft-store")
 """Flags that may hold secrets."""
+
+
+def socket_folder() -> str | None:
+    """The folder of a socket's folder: None for the usual one, unless that is too long for a socket's path."""
+    return None if len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER else "/tmp"
 
 
 def split_flags(argv: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:

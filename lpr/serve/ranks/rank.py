@@ -17,10 +17,11 @@ from types import ModuleType
 from typing import NoReturn
 
 from lpr.config import InputError
+from lpr.dist.places import whole_number
 from lpr.protocol import MeshError
 from lpr.serve.messages import Loading, Refused
 from lpr.serve.options import parse
-from lpr.serve.ranks import LAUNCHER, SOCKET, conceal, concealed
+from lpr.serve.ranks import LAUNCHER, SOCKET, conceal, concealed, socket_folder
 from lpr.serve.ranks.line import FrontGoneError, Line
 
 _RANK_0_SPEAKS = 10.0
@@ -29,7 +30,7 @@ _RANK_0_SPEAKS = 10.0
 
 def main(argv: Sequence[str]) -> int:
     """Run this rank and return its exit code: 0, 1 (a rank was lost) or 2 (bad input)."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = whole_number("RANK", 0)
     line = None
     try:
         args = parse([*argv, *concealed()], quiet=rank != 0)
@@ -67,9 +68,9 @@ def launched(argv: Sequence[str]) -> int:
     # The launcher passes signals on to every rank. The front finishes open requests and then stops the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if int(os.environ["RANK"]) != 0:
+    if whole_number("RANK", 0) != 0:
         leave(main(argv))
-    with tempfile.TemporaryDirectory(prefix="lpr-serve-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lpr-serve-", dir=socket_folder()) as folder:
         path = Path(folder) / "driver.sock"
         os.environ[SOCKET] = str(path)
         front = _start_front(argv, path)

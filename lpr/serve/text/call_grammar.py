@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lpr.serve.text.calls import MARK, Format, Thoughts, Tools, is_string, properties_of
+from lpr.core.grammar import WHITE_SPACE
+from lpr.serve.text.calls import MARK, Format, Thoughts, Tools
+from lpr.serve.text.forms import BARE, QWEN, Tags
+from lpr.serve.text.typed import branches, kinds
 
-_SPACE = "\\n? {0,12}"
-"""White space within JSON: compact, as json.dumps writes it, or indented. Without a bound a model can stay in it."""
 _ANNOTATIONS = ("title", "description", "examples", "default", "$comment")
 
 
@@ -38,7 +39,7 @@ class CallGrammar:
     def json(self, schema: Any) -> str:
         """An expression for JSON of a schema."""
         bare = _bare(schema)
-        held = {**bare, "x-guidance": {"whitespace_pattern": _SPACE}} if isinstance(bare, dict) else bare
+        held = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **bare} if isinstance(bare, dict) else bare
         return self._rule("%json " + json.dumps(held, ensure_ascii=False))
 
     def text(self, format: Format, written: str = "") -> str:
@@ -46,13 +47,14 @@ class CallGrammar:
         return f"{self._text(format.text)} {written}" if format.text else written
 
     def free(self, format: Format) -> str:
-        """An expression for text in which no call begins."""
-        marks = format.starts
-        if marks and marks[0] == "{":  # only at the beginning
-            return self._rule("/(?s:[^{].*)?/")
-        plain = [mark for mark in marks if mark not in self._added]
-        without = "".join(f" & ~/(?s:.*){re.escape(mark)}(?s:.*)/" for mark in plain)
-        self._rules.append(f"TEXT: /(?s:.*)/{without}")
+        """An expression for text in which no call begins, in any form that is read as one."""
+        tags = {QWEN.head, (format.tags or QWEN).head} - {""}
+        plain = [re.escape(mark) for mark in (*format.opens, *tags) if mark not in self._added and mark not in BARE]
+        if "{" in format.opens:
+            plain += [r"\{\s*[\"']?(?:type|id|index|function|[a-z_]*name|[a-z]+_id)[\"']?\s*:", r"\[\s*[\w.\-]+\s*\("]
+        without = "".join(f" & ~/(?s:.*){each}(?s:.*)/" for each in plain)
+        any_text = "(?s:[^{\\[].*)?" if "{" in format.opens else "(?s:.*)"
+        self._rules.append(f"TEXT: /{any_text}/{without}")
         return "TEXT"
 
     def written(self, start: str) -> str:
@@ -61,32 +63,33 @@ class CallGrammar:
 
     def _call(self, format: Format, name: str, schema: Mapping[str, Any]) -> str:
         before, after = (self._text(part.format(name=name)) for part in format.call)
-        if format.arguments == "json":
+        if format.tags is None:
             return f"{before} {self.json(schema or {'type': 'object'})} {after}"
-        return f"{before} {' '.join(self._pairs(format, schema))} {after}"
+        return f"{before} {' '.join(self._pairs(format.tags, schema))} {after}"
 
-    def _pairs(self, format: Format, schema: Mapping[str, Any]) -> Iterator[str]:
+    def _pairs(self, tags: Tags, schema: Mapping[str, Any]) -> Iterator[str]:
         """The arguments in the order of the schema, those that are not required as options."""
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        required = schema.get("required")
-        required = required if isinstance(required, list) else ()
-        for key, each in properties_of(schema).items():
-            written = self._pair(format, key, each, shared)
+        names, properties = schema.get("required"), schema.get("properties")
+        required = {each for each in names if isinstance(each, str)} if isinstance(names, list) else set()
+        for key, each in (properties if isinstance(properties, Mapping) else {}).items():
+            written = self._pair(tags, key, each, shared, schema)
             yield written if key in required else f"({written})?"
 
-    def _pair(self, format: Format, key: str, schema: Any, shared: Mapping[str, Any]) -> str:
-        if format.arguments == "parameters":
-            before, after = f"<parameter={key}>\n", "\n</parameter>"
+    def _pair(self, tags: Tags, key: str, schema: Any, shared: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        found = kinds(schema, root)
+        is_text = not found or "string" in found
+        before, after = (part.format(key=key, text=str(is_text).lower()) for part in tags.pair)
+        end = after.rstrip("\n")
+        all_values = [each.get("enum") for each in branches(schema, root)]
+        if not is_text:
+            value = f"{self.json({**schema, **shared})} {self._text(end)}"
+        elif all_values and all(isinstance(values, list) and values for values in all_values):
+            texts = [str(value) for values in all_values for value in values or ()]
+            value = f"({' | '.join(map(self._text, texts))}) {self._text(end)}"
         else:
-            before, after = f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>"
-        choices = schema.get("enum") if isinstance(schema, Mapping) else None
-        if not is_string(schema):
-            value = f"{self.json({**schema, **shared})} {self._text(after)}"
-        elif choices and isinstance(choices, list):
-            value = f"({' | '.join(self._text(str(each)) for each in choices)}) {self._text(after)}"
-        else:
-            value = self._up_to(after)
-        return f"{self._text(before)} {value} {self._text(chr(10))}"
+            value = self._up_to(end)
+        return f"{self._text(before)} {value} {self._text(after[len(end) :])}"
 
     def _up_to(self, end: str) -> str:
         """An expression for any text and `end`, which comes nowhere before."""

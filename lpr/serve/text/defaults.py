@@ -28,7 +28,7 @@ def read_defaults(source: str, own: Mapping[str, Any], override: str | None = No
         path = Path(source) / FILE if Path(source).is_dir() else Path(source)
         where = f"--generation-config {path}"
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as failure:
             raise InputError(f"cannot read {where}: {getattr(failure, 'strerror', None) or failure}") from failure
         given = _object(text, where)

@@ -1,7 +1,8 @@
 """Reads a reply while it is written: thoughts, text, and calls of tools, by a parser that waits where text ends.
 
 A parser is a generator that yields where it needs more text, so it reads like one for a whole text, and what it finds
-does not depend on where a stream was cut. lpr.serve.text.calls has the parsers of each family of models.
+does not depend on where a stream was cut. lpr.serve.text.forms has the parsers. Time is linear: a scanner goes on where
+it stopped, and of what was read in vain only a short beginning is read again.
 """
 
 from __future__ import annotations
@@ -9,25 +10,35 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from lpr.serve.text.typed import Schema, dumps, fitted, from_value, kinds, loads, member
 
 T = TypeVar("T")
 Parsing = Generator[None, None, T]
 Sink = Callable[[str], None]
 
-_SPACE = re.compile(r"\s*")
-_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"', re.DOTALL)
-_INSIDE = re.compile(r'[^"\\]+')
-_PLAIN = re.compile(r'[^"{}\[\],\s]+')
+REREAD = 512
+"""Characters of a false start that are read again, since a call may begin within them. Longer ones are text."""
+_SPACE = re.compile(r"[ \t\r\n]*")
+_KEY = re.compile(r"\w+")
+_RUN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
+_ESCAPE = re.compile(
+    r"""\\(?:["\\/bfnrt]|u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|u(?![dD][89a-fA-F])[\da-fA-F]{4})"""
+)
+_LONGEST_ESCAPE = 12
+_QUOTED = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
+_PLAIN = re.compile(r"[\w\s.+\-:,]+")
+_SCALAR = re.compile(r"[\w.+\-]+")
 
 
 class MalformedError(ValueError):
     """Text that is no call."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of a reply: some of a thought or of the text, a call's beginning, or some of its arguments."""
 
     kind: Literal["thought", "text", "call", "arguments"]
@@ -35,6 +46,38 @@ class Piece:
     """Of a call, the function's name. Arguments are JSON."""
     call: int = -1
     """The number of the call, from 0."""
+
+
+class Marks:
+    """Marks that a text is searched for, all at once."""
+
+    def __init__(self, *marks: str, breaks: int = 0) -> None:
+        """Up to `breaks` line breaks before a mark belong to it."""
+        self.marks = sorted(marks, key=len, reverse=True)
+        self.pattern = re.compile(f"\n{{0,{breaks}}}(?:{'|'.join(map(re.escape, self.marks))})")
+        ways = ["\n" * count + mark for mark in marks for count in range(breaks + 1)]
+        self.starts = frozenset(way[:size] for way in ways for size in range(1, len(way)))
+        self._first = re.compile("[" + re.escape("".join({way[0] for way in ways})) + "]")
+        self._longest = max(map(len, ways))
+
+    def end(self, text: str, at: int) -> int:
+        """The place from `at` on at which the end of `text` may become a mark; its length if it may not."""
+        for found in self._first.finditer(text, max(at, len(text) - self._longest + 1)):
+            if text[found.start() :] in self.starts:
+                return found.start()
+        return len(text)
+
+
+marks = lru_cache(1024)(Marks)
+
+
+class _Try:
+    """An attempt: where it began, and what came of it so far."""
+
+    def __init__(self, begin: int, num_calls: int, can_show: bool) -> None:
+        self.begin, self.num_calls, self.can_show = begin, num_calls, can_show
+        self.closing = ""
+        self.pieces: list[Piece] = []
 
 
 class Reader:
@@ -45,20 +88,42 @@ class Reader:
         self.num_calls = 0
         self._most_calls = most_calls
         self._text, self._at, self._ended = "", 0, False
-        self._mark: int | None = None
-        """Where a possible call begins, while it may still turn out to be text."""
+        self._past: list[str] = []
+        """What was taken before `_text` since the first of `_tries` began."""
+        self._base = 0
+        """Characters of the reply before `_text`."""
         self._pieces: list[Piece] = []
-        self._parsing = parse(self)
+        self._tries: list[_Try] = []
+        self._is_showing = False
+        """True within a call of which some was shown."""
+        self._closing, self._argued = "", 0
+        """What ends the arguments that have begun to be shown, and where the reply goes on behind what was shown."""
+        self._parsing = self._parse(parse)
 
-    def feed(self, text: str, last: bool = False) -> list[Piece]:
-        """The pieces that are certain with `text`; `last` is true with the end of the reply."""
-        keep = self._at if self._mark is None else self._mark
-        self._text, self._at = self._text[keep:] + text, self._at - keep
-        self._mark = None if self._mark is None else 0
+    def _parse(self, parse: Callable[[Reader], Parsing[None]]) -> Parsing[None]:
+        yield from parse(self)
+        while not self._ended or self._at < len(self._text):  # nothing is lost
+            self.say(self._text[self._at :])
+            self._at = len(self._text)
+            yield
+
+    def feed(self, text: str, last: bool = False, cut: bool = False) -> list[Piece]:
+        """The pieces that are certain with `text`; `last` is true with the end of the reply.
+
+        A call that the end leaves incomplete when some of it was shown has its arguments closed, so that they are
+        JSON. Those of a reply that was `cut` by its limit stay open: no client takes them for complete.
+        """
+        if self._tries or (self._is_showing and self._argued < self._base + self._at):
+            self._past.append(self._text[: self._at])
+        else:
+            self._past.clear()
+        self._text, self._base, self._at = self._text[self._at :] + text, self._base + self._at, 0
         self._ended = last
         next(self._parsing, None)
+        if last and not cut:
+            self._close()
         found, self._pieces = self._pieces, []
-        return found
+        return _joined(found)
 
     # What parsers say.
 
@@ -72,179 +137,363 @@ class Reader:
 
     def open(self, name: str) -> None:
         """A call begins."""
-        self._mark = None
         self.num_calls += 1
         self._say(Piece("call", name, self.num_calls - 1))
 
     def argue(self, text: str) -> None:
         """Some of the JSON of the last call's arguments."""
+        self._argued = self._base + self._at
         self._say(Piece("arguments", text, self.num_calls - 1))
 
     def _say(self, piece: Piece) -> None:
-        if (not piece.text and piece.kind != "call") or (
-            self._most_calls is not None and piece.call >= self._most_calls
-        ):
-            return
-        last = self._pieces[-1] if self._pieces else None
-        if last is not None and (last.kind, last.call) == (piece.kind, piece.call):
-            self._pieces[-1] = Piece(piece.kind, last.text + piece.text, piece.call)
+        if (piece.text or piece.kind == "call") and (self._most_calls is None or piece.call < self._most_calls):
+            (self._tries[-1].pieces if self._tries else self._pieces).append(piece)
+
+    # Attempts.
+
+    def attempt(self, parse: Callable[[], Parsing[None]], sink: Sink, begin: str = "") -> Parsing[bool]:
+        """Read by `parse`, after `begin` was taken; returns whether that succeeded.
+
+        If it fails, `begin` goes to `sink`, and what follows is read again, or goes there too if it is long. A call of
+        which some was shown stays one: what is no part of it is text.
+        """
+        tried = self.trial(can_show=True)
+        try:
+            yield from parse()
+        except MalformedError:
+            if tried not in self._tries:  # some of it was shown
+                rest, self._is_showing = self._taken(self._argued), False
+                if not self.is_over:
+                    self._close()
+                self.say(rest)
+                return True
+            taken = self.reject(tried)
+            sink(begin)
+            if len(taken) > REREAD:
+                sink(taken)
+            else:
+                self._rewind(tried.begin)
+            return False
+        if tried in self._tries:
+            self.confirm(tried)
         else:
-            self._pieces.append(piece)
+            self._is_showing = False
+        return True
+
+    def trial(self, can_show: bool = False) -> _Try:
+        """Hold back what comes from here on, until `confirm` or `reject`."""
+        tried = _Try(self._base + self._at, self.num_calls, can_show)
+        tried.closing = self._closing
+        self._tries.append(tried)
+        return tried
+
+    def confirm(self, tried: _Try) -> None:
+        """What was tried holds."""
+        self._tries.remove(tried)
+        (self._tries[-1].pieces if self._tries else self._pieces).extend(tried.pieces)
+
+    def reject(self, tried: _Try) -> str:
+        """What was tried does not hold; returns the text that was taken."""
+        self._tries.remove(tried)
+        self.num_calls, self._closing = tried.num_calls, tried.closing
+        return self._taken(tried.begin)
+
+    def _taken(self, begin: int) -> str:
+        """The text from a place of the reply on that was taken."""
+        if begin >= self._base:
+            return self._text[begin - self._base : self._at]
+        past: list[str] = []
+        base = self._base
+        for part in reversed(self._past):
+            past.append(part)
+            base -= len(part)
+            if base <= begin:
+                break
+        return "".join(reversed(past))[begin - base :] + self._text[: self._at]
+
+    def _rewind(self, place: int) -> None:
+        parts: list[str] = []
+        while self._base > place:
+            parts.append(self._past.pop())
+            self._base -= len(parts[-1])
+        if parts:
+            self._text = "".join(reversed(parts)) + self._text
+        self._at = place - self._base
+
+    def show(self) -> None:
+        """What the last attempt has found is shown while it goes on: from here on it is a call."""
+        if self._tries and self._tries[-1].can_show:
+            self.confirm(self._tries[-1])
+            self._is_showing = True
+
+    def _close(self) -> None:
+        self.argue(self._closing)
+        self._closing = ""
+
+    @property
+    def is_over(self) -> bool:
+        """True at the end of the reply."""
+        return self._ended and self._at == len(self._text)
 
     # Steps.
 
-    def until(self, sink: Sink, *marks: str) -> Parsing[str]:
-        """Pass on to `sink` what comes before the first of `marks`; returns that, or "" at the end of the reply."""
+    def more(self) -> Parsing[None]:
+        """Wait for more text; raises MalformedError at the end of the reply."""
+        if self._ended:
+            raise MalformedError
+        yield
+
+    def within(self, wanted: Marks) -> Parsing[tuple[str, str]]:
+        """Take what comes before the first of some marks, and that or "" at the end of the reply, if it is short.
+
+        Raises MalformedError if more than REREAD characters come before it.
+        """
         while True:
-            places = [(at, -len(mark), mark) for mark in marks if (at := self._text.find(mark, self._at)) >= 0]
-            if places:
-                at, _, mark = min(places)
-                sink(self._text[self._at : at])
-                self._at = at + len(mark)
-                return mark
-            end = len(self._text) - (0 if self._ended else self._held(marks))
-            sink(self._text[self._at : end])
-            self._at = end
-            if self._ended:
-                return ""
+            found = wanted.pattern.search(self._text, self._at, self._at + REREAD)
+            if found is None and len(self._text) - self._at < REREAD and not self._ended:
+                yield
+                continue
+            start, end = found.span() if found else (len(self._text), len(self._text))
+            if start - self._at >= REREAD:
+                raise MalformedError
+            before, self._at = self._text[self._at : start], end
+            return before, found[0] if found else ""
+
+    def until(self, sink: Sink, wanted: Marks) -> Parsing[str]:
+        """Pass on to `sink` what comes before the first of some marks; returns that, or "" at the end of the reply."""
+        while True:
+            found = wanted.pattern.search(self._text, self._at)
+            end = found.start() if found else len(self._text) if self._ended else wanted.end(self._text, self._at)
+            before, self._at = self._text[self._at : end], end
+            if before:
+                sink(before)
+            self._at = found.end() if found else end
+            if found or self._ended:
+                return found[0] if found else ""
             yield
 
-    def starts(self, *marks: str) -> Parsing[str]:
-        """Take the one of `marks` with which the rest begins; "" if there is none."""
-        while True:
-            for mark in sorted(marks, key=len, reverse=True):
-                if self._text.startswith(mark, self._at):
-                    self._at += len(mark)
-                    return mark
-            left = self._text[self._at :]
-            if self._ended or not any(mark.startswith(left) for mark in marks):
-                return ""
-            yield
+    def starts(self, *wanted: str) -> Parsing[str]:
+        """Take the one of some marks with which the rest begins; "" if there is none."""
+        return (yield from self.starts_with(marks(*wanted)))
 
-    def expect(self, *marks: str) -> Parsing[str]:
-        """Take one of `marks`; raises MalformedError if there is none."""
-        mark = yield from self.starts(*marks)
+    def starts_with(self, wanted: Marks) -> Parsing[str]:
+        """The same."""
+        while True:
+            found = wanted.pattern.match(self._text, self._at)
+            left = self._text[self._at : self._at + 80]
+            if not self._ended and (not left or left in wanted.starts):
+                yield
+                continue
+            self._at = found.end() if found else self._at
+            return found[0] if found else ""
+
+    def expect(self, *wanted: str) -> Parsing[str]:
+        """Take one of some marks; raises MalformedError if there is none."""
+        mark = yield from self.starts(*wanted)
         if not mark:
             raise MalformedError
         return mark
 
     def space(self) -> Parsing[str]:
-        """Skip white space; returns it."""
-        skipped = ""
+        """Skip white space of JSON; returns it."""
+        return (yield from self.run(_SPACE))
+
+    def run(self, pattern: re.Pattern[str]) -> Parsing[str]:
+        """Take as many characters as match a pattern of repeated ones; returns them."""
+        parts: list[str] = []
         while True:
-            found = _SPACE.match(self._text, self._at)
-            assert found is not None
-            skipped, self._at = skipped + found[0], found.end()
+            found = pattern.match(self._text, self._at)
+            if found is not None:
+                parts.append(found[0])
+                self._at = found.end()
             if self._at < len(self._text) or self._ended:
-                return skipped
+                return "".join(parts)
             yield
 
-    def string(self) -> Parsing[str]:
-        """Take a string of JSON; raises MalformedError."""
-        yield from self.space()
+    def string(self, quote: str, sink: Sink) -> Parsing[None]:
+        """Pass on the rest of a string as the inside of one of JSON, which it need not be quite; to its end."""
         while True:
-            found = _STRING.match(self._text, self._at)
+            found = _RUN[quote].match(self._text, self._at)
             if found is not None:
                 self._at = found.end()
-                try:
-                    return str(json.loads(found[0]))
-                except ValueError:
-                    raise MalformedError from None
-            if self._ended or not self._text.startswith('"', self._at):
-                raise MalformedError
-            yield
+                sink(found[0])
+            left = self._text[self._at : self._at + _LONGEST_ESCAPE]
+            if not left:
+                yield from self.more()
+                continue
+            size, written = 1, json.dumps(left[0])[1:-1]
+            if left[0] == quote:
+                self._at += 1
+                return
+            if left[0] == "\\":
+                if escape := _ESCAPE.match(left):
+                    size, written = escape.end(), escape[0]
+                elif len(left) < _LONGEST_ESCAPE and not self._ended and (len(left) == 1 or left[1] == "u"):
+                    yield
+                    continue
+                elif re.match(r"\\u[\da-fA-F]{4}", left):  # a half of a surrogate pair
+                    size, written = 6, "\ufffd"
+                elif left[1:2] == "'":
+                    size, written = 2, "'"
+            self._at += size
+            sink(written)
 
-    def value(self, sink: Sink) -> Parsing[None]:
-        """Pass on a value of JSON as it is written; raises MalformedError if it does not begin."""
-        yield from self.space()
-        depth, quoted, began = 0, False, False
+    def word(self) -> Parsing[str]:
+        """Take a string, and return what it stands for; raises MalformedError."""
+        parts: list[str] = []
+        yield from self.string((yield from self.expect('"', "'")), parts.append)
+        try:
+            return str(json.loads('"' + "".join(parts) + '"'))
+        except ValueError:
+            raise MalformedError from None
+
+    def value(self) -> Parsing[str]:
+        """Take a value of JSON, or of Python, to the end of its brackets; returns its text. Raises MalformedError."""
+        parts: list[str] = []
+        depth, quote = 0, ""
         while True:
-            start, done = self._at, False
-            while self._at < len(self._text) and not done:
+            start = self._at
+            while self._at < len(self._text):
                 character = self._text[self._at]
-                run = (_INSIDE if quoted else _PLAIN).match(self._text, self._at)
+                run = (_QUOTED[quote] if quote else _PLAIN if depth else _SCALAR).match(self._text, self._at)
                 if run is not None:
                     self._at = run.end()
-                elif character == "\\":
+                    continue
+                if quote and character == "\\":
                     if self._at + 1 == len(self._text):
                         break
                     self._at += 2
-                elif character == '"':
-                    quoted = not quoted
-                    self._at += 1
-                    done = not quoted and not depth
-                elif not quoted and character in "{[":
+                    continue
+                if character in "\"'" and (quote or depth or not (parts or self._at > start)):
+                    quote = "" if quote else character
+                elif character in "{[" and (depth or not (parts or self._at > start)):
                     depth += 1
-                    self._at += 1
-                elif depth:
-                    depth -= character in "}]"
-                    self._at += 1
-                    done = not depth
-                elif not began:
-                    raise MalformedError
+                elif depth and character in "}]":
+                    depth -= 1
                 else:
-                    done = True  # behind a value without brackets
-                began = True
-            sink(self._text[start : self._at])
-            if done or self._ended:
-                return
+                    if depth or not (parts or self._at > start):
+                        raise MalformedError
+                    return "".join(parts) + self._text[start : self._at]
+                self._at += 1
+                if not quote and not depth:
+                    return "".join(parts) + self._text[start : self._at]
+            parts.append(self._text[start : self._at])
+            if self._ended and (depth or quote or not any(parts)):
+                raise MalformedError
+            if self._ended:
+                return "".join(parts)
             yield
 
-    def call(self, parse: Callable[[], Parsing[None]], begin: str = "") -> Parsing[bool]:
-        """Read a call by `parse`; what is none, with the `begin` before it, is text. Returns whether one began."""
-        self._mark, before = self._at, self.num_calls
-        try:
-            yield from parse()
-        except MalformedError:
-            if self.num_calls == before:
-                self.say(begin + self._text[self._mark or 0 : self._at])
-        self._mark = None
-        return self.num_calls > before
+    # Arguments.
 
-    def call_object(self, names: frozenset[str] | None = None) -> Parsing[None]:
-        """Take {"name": ..., "arguments": {...}}, or "parameters"; raises MalformedError.
+    def arguments(self, schema: Schema) -> Parsing[None]:
+        """Take a call's arguments: an object, or a string that holds one; raises MalformedError.
 
-        With `names`, the object is a call only if it has one of them, and arguments.
+        They go on as they are written where that is JSON that the schema admits. Strings are shown while they come.
         """
-        name, early, is_open = "", list[str](), False
-        yield from self.expect("{")
-        while True:
-            key = yield from self.string()
-            yield from self.space()
-            yield from self.expect(":")
-            yield from self.space()
-            if key == "name" and not is_open:
-                name = yield from self.string()
-                if names is not None and name not in names:
-                    raise MalformedError
-            elif key not in ("arguments", "parameters"):
-                yield from self.value(lambda text: None)
-            elif name:
-                is_open = True
-                self.open(name)
-                yield from self.arguments()
-            else:
-                yield from self.value(early.append)
-            yield from self.space()
-            if (yield from self.expect(",", "}")) == "}":
-                break
-        if not name or (names is not None and not (is_open or early)):
-            raise MalformedError
-        if not is_open:
-            self.open(name)
-            self.argue("".join(early) or "{}")
-
-    def arguments(self) -> Parsing[None]:
-        """Take a call's arguments: an object, or a string that holds one."""
         yield from self.space()
-        if self._text.startswith('"', self._at):
-            self.argue((yield from self.string()))
+        mark = yield from self.starts("{", '"', "'", "null", "None")
+        if mark == "{":
+            yield from self.members(schema)
+        elif mark in ("null", "None"):
+            self.argue("{}")
         else:
-            yield from self.value(self.argue)
+            self.back(mark)
+            self.argue(object_text((yield from self.word()), schema))
 
-    def _held(self, marks: tuple[str, ...]) -> int:
-        """Length of the longest end of the text that may become one of `marks`."""
-        left = self._text[self._at :]
-        longest = min(len(left), max(map(len, marks), default=1) - 1)
-        starts = (size for size in range(longest, 0, -1) for mark in marks if mark.startswith(left[len(left) - size :]))
-        return next(starts, 0)
+    def members(self, schema: Schema, end: str = "}", colon: str = ":") -> Parsing[None]:
+        """Take the members of an object up to its `end`; raises MalformedError."""
+        self.begin_object()
+        separator = ""
+        while True:
+            separator += yield from self.space()
+            if (yield from self.starts(end)):
+                break
+            key = yield from self.key()
+            gap = yield from self.space()
+            gap += (yield from self.expect(colon)) + (yield from self.space())
+            begin = separator + dumps(key) + gap.replace("=", ": ")
+            yield from self._member(begin, member(schema, key, schema), schema)
+            blank = yield from self.space()
+            if (yield from self.expect(",", end)) == end:
+                separator = blank
+                break
+            separator = blank + ","
+        self.end_object(separator.replace(",", ""))
+
+    def begin_object(self) -> None:
+        """The arguments begin."""
+        self.argue("{")
+        self._closing = "}"
+
+    def end_object(self, blank: str = "") -> None:
+        """The arguments end."""
+        self.argue(blank + "}")
+        self._closing = ""
+
+    def begin_string(self, begin: str) -> None:
+        """A string begins as a member of the arguments, after `begin`, and is shown from here on."""
+        self.argue(begin + '"')
+        self._closing = '"}'
+        self.show()
+
+    def end_string(self) -> None:
+        """The string ends."""
+        self.argue('"')
+        self._closing = "}"
+
+    def key(self) -> Parsing[str]:
+        """Take a name in an object, with quotes or without; raises MalformedError."""
+        quote = yield from self.starts('"', "'")
+        if quote:
+            self.back(quote)
+            return (yield from self.word())
+        key = yield from self.run(_KEY)
+        if not key:
+            raise MalformedError
+        return key
+
+    def back(self, mark: str) -> None:
+        """Give back the mark that was taken last."""
+        self._at -= len(mark)
+
+    def any_value(self) -> Parsing[str]:
+        """Take a value, and return JSON of it if it is a string, and its text if it is none."""
+        quote = yield from self.starts('"', "'")
+        self.back(quote)
+        if quote:
+            return dumps((yield from self.word()))
+        return (yield from self.value())
+
+    def _member(self, begin: str, schema: Any, root: Schema) -> Parsing[None]:
+        quote = yield from self.starts('"', "'")
+        if quote and (not (found := kinds(schema, root)) or "string" in found):
+            self.begin_string(begin)
+            yield from self.string(quote, self.argue)
+            self.end_string()
+            return
+        self.back(quote)
+        text = yield from self.any_value()
+        try:
+            self.argue(begin + from_value(text, schema, root))
+        except ValueError:
+            raise MalformedError from None
+
+
+def object_text(text: str, schema: Schema) -> str:
+    """JSON of an object as its schema has it; raises MalformedError."""
+    try:
+        value = loads(text) if text.strip() else {}
+        if isinstance(value, dict):
+            return dumps(fitted(value, schema, schema))
+    except (ValueError, RecursionError):
+        pass
+    raise MalformedError
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """The same pieces, with neighbours of one kind as one."""
+    if len(pieces) < 2:
+        return pieces
+    groups = groupby(pieces, lambda piece: (piece.kind, piece.call))
+    return [Piece(kind, "".join(piece.text for piece in group), call) for (kind, call), group in groups]

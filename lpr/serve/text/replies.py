@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lpr.serve.text.call_grammar import CallGrammar
 from lpr.serve.text.calls import MARK, Format, Thoughts, Tools, find_format, find_thoughts
+from lpr.serve.text.forms import Calls
 from lpr.serve.text.reader import Parsing, Reader
 from lpr.serve.text.tokens import Tokens
 
@@ -94,24 +95,20 @@ class Replies:
 
     def _parse(self, reader: Reader) -> Parsing[None]:
         format = self._format
-        if format is None or format.thoughts is None:
-            yield from self._thought(reader)
-        if format is not None:
+        if format is not None and format.is_harmony:
             yield from format.read(reader, self.tools)
-        else:
-            yield from reader.until(reader.say)
-
-    def _thought(self, reader: Reader) -> Parsing[None]:
-        if self.family.thoughts is None:
             return
-        begin, end = self.family.thoughts
-        before = "" if self.begun else (yield from reader.space())
-        if self.begun or (yield from reader.starts(begin)):
-            yield from reader.starts("\n")
-            yield from reader.until(reader.think, "\n" + end, end)
-            yield from reader.space()
-        else:
-            reader.say(before)
+        calls = Calls(reader, format, self.tools)
+        if self.family.thoughts is not None:
+            begin, end = self.family.thoughts
+            before = "" if self.begun else (yield from reader.space())
+            if self.begun or (yield from reader.starts(begin)):
+                yield from reader.starts("\n")
+                yield from calls.read(reader.think, end)
+                yield from reader.space()
+            else:
+                reader.say(before)
+        yield from calls.read(reader.say)
 
 
 PLAIN = Replies(family=Family(None, None))

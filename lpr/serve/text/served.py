@@ -11,13 +11,15 @@ from lpr.config import InputError, SamplingParams
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
 from lpr.serve.bodies.completions import ChatBody, NamedChoice, Sampling, TokenizeBody
+from lpr.serve.bodies.fields import SAMPLER_LETTERS
 from lpr.serve.errors import ApiError, bad, too_long
 from lpr.serve.jobs import Wanted
 from lpr.serve.messages import Facts
-from lpr.serve.text.calls import NAMES
-from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates, TemplateError
+from lpr.serve.text.calls import NAMES, Thoughts
+from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates
 from lpr.serve.text.conversation import prompt_of
 from lpr.serve.text.fim import Filler, filler
+from lpr.serve.text.fitting import text_of
 from lpr.serve.text.replies import Family, Replies
 from lpr.serve.text.tokens import Tokens
 from lpr.serve.text.windows import window_of
@@ -26,6 +28,16 @@ _SAMPLED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 """Fields of a body that are SamplingParams, where they are given."""
+_NEUTRAL: dict[str, dict[str, float]] = {
+    "top_k": {"top_k": 0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "temperature": {"temperature": 1.0},
+    "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+}
+"""llama.cpp's names of samplers, with what switches each off."""
+_UNUSED = {"infill", "typical_p", "min_keep", *SAMPLER_LETTERS.values()} - _NEUTRAL.keys()
+"""Others that `samplers` may hold: their own parameters switch them off, and "infill" is nearly greedy."""
 _DIGITS = 10
 """Digits of a token's id."""
 
@@ -56,10 +68,9 @@ class Served:
         if self.filler is None and fim not in ("auto", "none"):
             raise InputError(f"--fim {fim}: the tokenizer of {facts.model!r} lacks this family's tokens")
         templates = {"default": chat_template} if chat_template is not None else facts.chat_templates
-        try:
-            self.templates = ChatTemplates(templates, facts.special_tokens)
-        except TemplateError as failure:
-            raise InputError(str(failure)) from failure
+        self.templates = ChatTemplates(templates, facts.special_tokens)
+        if chat_template is not None and self.templates.failure is not None:
+            raise InputError(self.templates.failure)
         self.family = Family.of(self.templates.tool_source, call_parser)
 
     @property
@@ -112,7 +123,7 @@ class Served:
     def replies(self, body: ChatBody, prompt: str) -> Replies:
         """How the replies to a conversation are read; raises ApiError for tools that cannot be called."""
         family, thoughts, format = self.family, self.family.thoughts, body.response_format
-        is_begun = thoughts is not None and prompt.rstrip().endswith(thoughts[0])
+        is_begun = thoughts is not None and _is_open(thoughts, prompt, body)
         if format is not None and format.type in ("regex", "grammar"):  # which the whole text keeps to
             family, is_begun = Family(family.format, None), False
         tools = self._callable(body)
@@ -182,6 +193,11 @@ class Served:
             "skip_special_tokens": body.skip_special_tokens is not False,
             **more,
         }
+        if body.n_predict != 0:  # else nothing of the text is shown
+            used = samplers_of(body.samplers)
+            values |= {
+                name: value for kind, neutral in _NEUTRAL.items() if kind not in used for name, value in neutral.items()
+            }
         values["top_k"] = max(0, values.get("top_k", 0))
         self.check_ids(values["stop_token_ids"], "stop_token_ids")
         return sampling(values)
@@ -254,6 +270,24 @@ def spread(
     ]
 
 
+def samplers_of(given: Sequence[str] | None) -> set[str]:
+    """The samplers that llama.cpp's `samplers` name; raises ApiError for those that are not known."""
+    used = set(_NEUTRAL if given is None else given)
+    for name in used - _NEUTRAL.keys() - _UNUSED:
+        raise bad(
+            "samplers", f"samplers: {name!r} is not supported; {', '.join(sorted(_NEUTRAL.keys() | _UNUSED))} are"
+        )
+    return used
+
+
 def fresh_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(32)
+
+
+def _is_open(thoughts: Thoughts, prompt: str, body: ChatBody) -> bool:
+    """True if the reply goes on in a thought that the template or the client has begun."""
+    begun = text_of(body.messages[-1].plain()["content"]) if body.continue_final_message else ""
+    if any(mark in begun for mark in thoughts):
+        return begun.rfind(thoughts[0]) > begun.rfind(thoughts[1])
+    return prompt.removesuffix(begun).rstrip().endswith(thoughts[0])

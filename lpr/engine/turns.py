@@ -1,0 +1,71 @@
+"""One thread at a time works on an engine; others wait for their turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from operator import attrgetter
+from typing import Any, TypeVar
+
+PATIENCE = 600.0
+"""Seconds that a thread waits for its turn. A step takes milliseconds, or minutes where a compiler runs."""
+T = TypeVar("T")
+
+
+class Turns:
+    """A reentrant lock that threads get in the order in which they ask for it.
+
+    Python's own locks are not fair: a thread that takes step after step would let no other in.
+    """
+
+    def __init__(self) -> None:
+        """The turn is free."""
+        self._lock: Any = threading.RLock()
+        self._next = threading.Lock()
+        """Held by the thread whose turn is next."""
+        self.is_stepping = False
+        """True while the thread whose turn it is takes a step."""
+
+    @property
+    def is_mine(self) -> bool:
+        """True if it is this thread's turn."""
+        mine: bool = self._lock._is_owned()
+        return mine
+
+    def __enter__(self) -> None:
+        """Wait for the turn; raises RuntimeError if it does not come within PATIENCE seconds."""
+        if self.is_mine:
+            self._lock.acquire()
+            return
+        try:
+            with self._next:
+                if self._lock.acquire(timeout=PATIENCE):
+                    return
+        except BaseException:  # Ctrl-C: the turn may be this thread's already
+            if self.is_mine:
+                self._lock.release()
+            raise
+        raise RuntimeError(f"another thread has worked on this engine for {PATIENCE:.0f} seconds")
+
+    # The lock's own method: at the begin of one in Python, Ctrl-C would keep the turn for ever.
+    __exit__ = property(attrgetter("_lock.__exit__"))
+
+    def refuse_within(self, name: str) -> None:
+        """Raise RuntimeError if this thread takes a step, whose work `name` would change under it."""
+        if self.is_stepping and self.is_mine:
+            raise RuntimeError(
+                f"{name} was called within a step of the same engine, by a logits processor, a hook or a callback: "
+                "use another engine there, or call it after the step"
+            )
+
+
+def in_turn(method: Callable[..., T]) -> Callable[..., T]:
+    """A method that works in a turn of `self.turns`."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> T:
+        with self.turns:
+            return method(self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,67 @@
+"""The modes of torch that a program may be in, and that would change what a step makes or computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+T = TypeVar("T")
+_DEVICES = ("cpu", "cuda")
+
+
+def autocasts() -> bool:
+    """True within `torch.autocast`."""
+    return any(map(torch.is_autocast_enabled, _DEVICES))
+
+
+@contextmanager
+def own_modes() -> Iterator[None]:
+    """Leave inference mode, autocast and a default device.
+
+    Tensors of inference mode cannot be written outside of it, and an engine lives longer than a caller's mode.
+    """
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        for kind in filter(torch.is_autocast_enabled, _DEVICES):
+            modes.enter_context(torch.autocast(kind, enabled=False))
+        modes.enter_context(_without_default_device())
+        yield
+
+
+@contextmanager
+def _without_default_device() -> Iterator[None]:
+    """Take `torch.device` contexts off the stack of modes: the outermost would win over one that is entered here."""
+    found = _exchange([])
+    _exchange([mode for mode in found if not isinstance(mode, DeviceContext)])
+    try:
+        yield
+    finally:
+        _exchange(found)
+
+
+def _exchange(modes: list[Any]) -> list[Any]:
+    """Put `modes` in the place of this thread's function modes, the outermost first; returns those."""
+    before = [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]
+    for mode in modes:
+        _push_mode(mode)
+    return before
+
+
+def in_own_modes(function: Callable[..., T]) -> Callable[..., T]:
+    """A function that runs in `own_modes`, which are entered only where the caller's are others."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        if not (torch.is_inference_mode_enabled() or autocasts() or _len_torch_function_stack()):
+            return function(*args, **kwargs)
+        with own_modes():
+            return function(*args, **kwargs)
+
+    return call

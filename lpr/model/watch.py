@@ -1,0 +1,169 @@
+"""Notices that a model has changed since an engine read it: its weights, or what it consists of.
+
+A program may train a model between the calls of an engine. Then K/V that was computed before is wrong, and so are
+copies of weights and captured addresses. Reads `_version`, which in-place operations count, addresses, and a few values
+of each parameter, as writes to `.data` are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lpr.config import InputError
+from lpr.model.cpu.products import PrepackedLinear
+from lpr.model.packing import PackedLinear
+from lpr.model.runner import TreeModel
+
+_MOST_READ = 3
+"""Values of a parameter that are read."""
+_SMALL = 4096
+"""Buffers with fewer values are no weights; models write to theirs."""
+_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+"""Attributes of PEFT's layers that change what they compute."""
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32}
+
+
+class Watch:
+    """The state of a model when it was read last."""
+
+    def __init__(self, runner: TreeModel) -> None:
+        """Read the model as it is."""
+        self._runner = runner
+        self.note()
+
+    def note(self) -> None:
+        """Take the model as it is now for what the engine knows."""
+        modules = list(self._runner.model.modules())
+        self._modules = [(each, _parts(each), _hooks(each)) for each in modules]
+        held = [(table, name, found) for each in modules for table, name, found in _weights(each)]
+        self._held = held
+        self._weights = list({id(found): found for _, _, found in held}.values())
+        self._forms = [_form(found) for _, _, found in held]
+        self._placed = [each for each in self._weights if not is_traceable_wrapper_subclass(each)]
+        self._places = [each.data_ptr() for each in self._placed]
+        self._counted = [each for each in self._weights if not each.is_inference()]
+        self._versions = [each._version for each in self._counted]
+        self._samples = _samples(self._weights)
+        self._values = _read(self._samples)
+        trained = [index for index, each in enumerate(self._counted) if each.requires_grad]
+        few = [trained[len(trained) * part // 3] for part in range(3)] + trained[-1:] if trained else []
+        self._few = [(self._counted[index], self._versions[index]) for index in few]
+
+    @property
+    def hints(self) -> bool:
+        """True if a few of the weights have changed; costs a microsecond."""
+        return any([weight._version != version for weight, version in self._few])
+
+    @property
+    def trains(self) -> bool:
+        """True if a module is in training mode."""
+        return any([each.training for each, _, _ in self._modules])
+
+    def has_changed(self) -> bool:
+        """True if K/V from before is not what the model computes now; the present state counts from now on.
+
+        Raises InputError for a change that an engine cannot follow, as it holds copies or addresses of what it was.
+        """
+        for module, parts, _ in self._modules:
+            if _parts(module) != parts:
+                raise _refused(f"a {type(module).__name__} has other parts, or another forward")
+        moved = any([table.get(name) is not found for table, name, found in self._held])
+        if moved or [each.data_ptr() for each in self._placed] != self._places:
+            moved = True
+            if [_form(table.get(name)) for table, name, _ in self._held] != self._forms:
+                raise _refused("its weights have another shape, dtype or device")
+        hooks = any([_hooks(module) != hooks for module, _, hooks in self._modules])
+        if not moved and not hooks and self._is_same():
+            return False
+        if moved and (self._lies_anew or self._runner.num_captures or self._runner.compiled is not None):
+            raise _refused("its weights have moved in memory")
+        self.note_change()
+        return True
+
+    def note_change(self) -> None:
+        """As `note`; raises InputError if the engine holds copies of the weights."""
+        if any(isinstance(each, PrepackedLinear) for each, _, _ in self._modules):
+            raise _refused("its weights have changed, of which the engine holds a copy that suits this processor")
+        self.note()
+
+    def is_followed(self) -> bool:
+        """False after a change that needs another engine; one that does not is noted."""
+        try:
+            self.has_changed()
+        except InputError:
+            return False
+        return True
+
+    def _is_same(self) -> bool:
+        if [each._version for each in self._counted] != self._versions:
+            return False
+        return all(map(torch.equal, _read(self._samples), self._values))
+
+    @property
+    def _lies_anew(self) -> bool:
+        kinds = (PackedLinear, PrepackedLinear)
+        return any(isinstance(each, kinds) or _is_lpr(vars(each).get("forward")) for each, _, _ in self._modules)
+
+
+def _refused(what: str) -> InputError:
+    return InputError(f"the model has changed since this engine was made, {what}: make a new one, by from_model")
+
+
+def _parts(module: nn.Module) -> tuple[Any, ...]:
+    """What a module consists of; lpr's own changes, which another engine may make, do not count."""
+    known = vars(module)
+    forward, config = known.get("forward"), known.get("config")
+    own = None if forward is None or _is_lpr(forward) else forward
+    switches = repr([known.get(name) for name in _SWITCHES]) if _SWITCHES[0] in known else ""
+    return (own, id(config), switches, *known["_modules"].values())
+
+
+def _is_lpr(function: Any) -> bool:
+    """True for a function of lpr, also one with some arguments given."""
+    inner = getattr(function, "func", function)
+    return getattr(inner, "__module__", "").startswith("lpr.")
+
+
+def _hooks(module: nn.Module) -> tuple[int, ...]:
+    """The hooks of a program, by their numbers."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    if not before and not after:
+        return ()
+    return tuple([key for hooks in (before, after) for key, hook in hooks.items() if not _is_lpr(hook)])
+
+
+def _weights(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """The parameters and large buffers of a module, and the table that holds each."""
+    parameters: Any = module._parameters
+    buffers: Any = module._buffers
+    found = [(parameters, name, each) for name, each in parameters.items() if each is not None]
+    large = [(name, each) for name, each in buffers.items() if each is not None and each.numel() >= _SMALL]
+    return found + [(buffers, name, each) for name, each in large]
+
+
+def _form(weight: Tensor | None) -> tuple[Any, ...]:
+    """What an engine cannot follow a change of."""
+    return () if weight is None else (weight.dtype, weight.device, weight.shape)
+
+
+def _samples(weights: Sequence[Tensor]) -> list[list[tuple[Tensor, int, int]]]:
+    """By device, the weights of which values are read: how many, and how far apart in memory."""
+    found: dict[torch.device, list[tuple[Tensor, int, int]]] = {}
+    for weight in weights:
+        known = weight.dtype in _DTYPES and weight.device.type != "meta" and weight.numel()
+        if known and not is_traceable_wrapper_subclass(weight):
+            count = min(_MOST_READ, weight.numel()) if weight.is_contiguous() else 1
+            found.setdefault(weight.device, []).append((weight, count, weight.numel() // count))
+    return list(found.values())
+
+
+@torch.no_grad()
+def _read(samples: Sequence[Sequence[tuple[Tensor, int, int]]]) -> list[Tensor]:
+    """The bits of samples: a NaN equals itself. No view stays, as it would keep memory that a program frees."""
+    views = [[each.as_strided((count,), (step,)) for each, count, step in found] for found in samples]
+    return [torch.cat(found).double().view(torch.int64) for found in views]

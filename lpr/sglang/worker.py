@@ -1,0 +1,95 @@
+"""SGLang's n-gram worker with lpr's trees in place of its corpus (SGLang 0.5.23: srt/speculative/ngram_worker.py).
+
+SGLang verifies the trees in one forward, moves the accepted KV entries and masks grammars, as for its own n-grams. Each
+rank of a tensor-parallel group drafts the same trees from the same texts, so no rank tells another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lpr.sglang.trees import Trees
+
+
+class Corpus:
+    """What SGLang's worker asks of its corpus, answered by lpr's index."""
+
+    def __init__(self, trees: Trees) -> None:
+        """Corpora are learnt into `trees`."""
+        self._trees = trees
+        self._counts: dict[str, int] = {}
+
+    def reset(self) -> None:
+        """Forget all requests and outputs."""
+        self._trees.reset()
+        self._counts.clear()
+
+    def erase_match_state(self, req_ids: Sequence[str]) -> None:
+        """Requests `req_ids` left the batch."""
+        self._trees.end(req_ids)
+
+    def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
+        """Learn a corpus; returns its number of tokens."""
+        count = 0
+        for chunk in chunks:
+            self._trees.learn(chunk)
+            count += len(chunk)
+        return count
+
+    def commit_external_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
+        """List a corpus."""
+        self._counts[corpus_id] = loaded_token_count
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        """Raises ValueError: the index forgets its oldest tokens first, and nothing by name."""
+        raise ValueError(f"lpr's index cannot forget corpus {corpus_id!r} alone; flush the cache to forget all")
+
+    def list_external_corpora(self) -> dict[str, int]:
+        """Tokens of each corpus."""
+        return dict(self._counts)
+
+
+def worker_class() -> type:
+    """The worker, a subclass of SGLang's."""
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative import ngram_worker
+
+    class LookaheadWorker(ngram_worker.NGRAMWorker):
+        """Drafts trees from whole texts; the rest is SGLang's."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            spec = get_spec()
+            self.trees = Trees(
+                spec.speculative_num_draft_tokens,
+                spec.speculative_ngram_max_trie_depth,
+                spec.speculative_ngram_capacity,
+            )
+            its = ngram_worker.NgramCorpus
+            # The base class fills its corpus from a file while it is made.
+            ngram_worker.NgramCorpus = lambda **_: Corpus(self.trees)
+            try:
+                super().__init__(*args, **kwargs)
+            finally:
+                ngram_worker.NgramCorpus = its
+
+        def _prepare_draft_tokens(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+            """The trees of a batch. With overlap the last round's tokens are not in `output_ids` yet."""
+            late: list[list[int]] = [[] for _ in batch.reqs]
+            if self.enable_overlap and not batch.grammar_needs_sync():
+                tokens = batch.spec_info.accept_tokens.cpu().tolist()
+                counts = batch.spec_info.accept_lens.cpu().tolist()
+                width = self.draft_token_num
+                late = [tokens[row * width : row * width + count] for row, count in enumerate(counts)]
+            return self.trees.draft(
+                [req.rid for req in batch.reqs],
+                [req.origin_input_ids_unpadded for req in batch.reqs],
+                [[*req.output_ids, *news] for req, news in zip(batch.reqs, late, strict=True)],
+            )
+
+        def _update_ngram_corpus(self, batch: Any) -> None:
+            """Nothing to do: the next draft reads what the step emitted."""
+
+    return LookaheadWorker

@@ -1,0 +1,96 @@
+"""The supervisor and real processes: ranks are killed and stopped, and the job goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lpr
+from tests.fakes.paths import ROOT
+from tests.fakes.supervised_worker import PROMPTS
+
+PATIENCE = 150.0
+"""Seconds for what takes 10 on a machine with nothing else to do: three processes load on two cores."""
+
+
+@contextmanager
+def supervised(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lpr.dist.supervisor", *command],
+        cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that live."""
+    try:
+        return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+    except OSError:
+        return []
+
+
+def await_fact(folder: Path, found: Callable[[dict[str, Any]], bool], after: float = 0.0) -> dict[str, Any]:
+    """The first line of a job's log with what is looked for."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        path = folder / "log"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            fact = json.loads(line) if line.endswith("}") else {"at": 0.0}
+            if fact["at"] > after and found(fact):
+                return fact
+        time.sleep(0.02)
+    raise AssertionError(f"not in {PATIENCE} s: {path.read_text() if path.exists() else 'no log'}")
+
+
+def test_a_killed_driver_and_a_stopped_rank_change_nothing(tmp_path: Path) -> None:
+    """Three ranks. SIGKILL to the driver in the middle, SIGSTOP to another; replacements join, outputs are equal."""
+    (tmp_path / "hold").touch()
+    with supervised(tmp_path, "3", "1", "tests.fakes.supervised_worker", str(tmp_path), "80", "1") as job:
+        first = await_fact(tmp_path, lambda fact: fact.get("tokens", 0) > 20)
+        os.kill(first["pid"], signal.SIGKILL)
+        killed = time.time()
+        second = await_fact(tmp_path, lambda fact: "drives" in fact and fact["epoch"] > 0)
+        assert second["drives"] == 1 and second["size"] == 2
+        assert second["at"] - killed < 20, "0.1 s on a machine of its own"
+        other = next(pid for pid in children(job.pid) if pid != second["pid"])
+        os.kill(other, signal.SIGSTOP)
+        stopped = time.time()
+        full = await_fact(tmp_path, lambda fact: fact.get("size") == 3, after=stopped)
+        assert full["epoch"] > second["epoch"]
+        (tmp_path / "hold").unlink()
+        assert job.wait(timeout=PATIENCE) == 0
+        assert other not in children(os.getpid()) and not Path(f"/proc/{other}").exists(), "no process is left"
+    check_outputs(tmp_path)
+
+
+def place_of(pid: int) -> tuple[int, int]:
+    """Replica and rank in it of a process of a job with two ranks to a replica."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return divmod(next(int(word[5:]) for word in words if word.startswith(b"RANK=")), 2)
+
+
+def check_outputs(folder: Path) -> None:
+    """The job's ids are those of a single engine."""
+    engine = lpr.Engine.from_pretrained(
+        lpr.bundled_model(), lpr.DecodeConfig(window_size=0, trie_nodes=8, max_batch_size=2), device="cpu"
+    )
+    params = [
+        lpr.SamplingParams(max_new_tokens=80, temperature=0.8 if n % 2 else 0.0, seed=n, ignore_eos=True)
+        for n in range(len(PROMPTS))
+    ]
+    expected = [each.token_ids for each in engine.generate(PROMPTS, params)]
+    assert [json.loads((folder / f"{n}.out").read_text()) for n in range(len(PROMPTS))] == expected

@@ -1,0 +1,268 @@
+"""One rank of a tensor-parallel job: runs the cases of a JSON file one after the other and writes what came.
+
+`torchrun --nproc_per_node=4 tests/fakes/tp_worker.py JOB.json`, with {"tp": 2, "cases": {NAME: {"model", "backend",
+"fault"}}, "commands": [arguments of lpr.generate, ...], "output": FILE}. Many cases share a job, as each start of
+processes costs seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lpr.cli.generate
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.dist.comm import ProcessComm
+from lpr.dist.errors import CommError
+from lpr.dist.runtime import World, join, leave
+from lpr.engine.exchange import DesyncError
+from lpr.model.capture import Capturer, Program
+from lpr.model.compiled import refusal
+from lpr.model.fused.decoder_layer import DecoderLayer
+from lpr.model.kernels import hook
+from lpr.model.loader import load
+from lpr.model.packing import pack_projections
+from lpr.model.parallel import TensorParallel, local_shapes
+from lpr.model.split_layers import local
+from tests.fakes.altered_gather import change_sent
+from tests.fakes.compared import PLAIN, SHAPES, Group, Worlds
+
+PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]
+PARAMS = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(2) for _ in PROMPTS]
+FEW = [replace(each, max_new_tokens=12) for each in PARAMS]
+DECODE = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=3)
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts the collectives that a forward calls, as they reach the process groups."""
+
+    num_calls = 0
+    num_bytes = 0
+    """Of what was gathered."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if "c10d" in func.namespace and ("reduce" in func.name() or "gather" in func.name()):
+            self.num_calls += 1
+            if "gather" in func.name():
+                self.num_bytes += sum(each.nbytes for each in tree_leaves(args) if isinstance(each, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Both ways of decoding, and the logits of a plain forward."""
+    plain = DecodeConfig.autoregressive(max_batch_size=3)
+    engine = Engine.from_pretrained(case["model"], plain, comm=comm, tp_backend=case["backend"])
+    assert engine.tokenizer is None
+    inputs = torch.tensor(PROMPTS[2:])
+    with torch.no_grad(), CountCollectives() as counted:
+        logits = engine.model.model(input_ids=inputs, use_cache=False).logits
+    prompts = PROMPTS * 2
+    part = engine.model.sampler.part
+    engine.model.sampler.part = None
+    with CountCollectives() as counted_whole:
+        whole = [each.token_ids for each in engine.generate(prompts, PARAMS)]
+    engine.model.sampler.part = part
+    with CountCollectives() as counted_in_parts:
+        expected = [each.token_ids for each in engine.generate(prompts, PARAMS)]
+    engine.configure(DECODE)
+    inject(case.get("fault"), engine, comm)
+    done = engine.generate(prompts, PARAMS)
+    return {
+        "expected": expected,
+        "token_ids": [each.token_ids for each in done],
+        "num_steps": sum(each.stats.num_steps for each in done),
+        "logits": logits[0].tolist(),
+        "mesh": [comm.size, comm.tp_size],
+        "shapes": local_shapes(engine.model.model),
+        "kv_heads": engine.replica.like.layer_tensors[0][0].shape[1],
+        "collectives": counted.num_calls,
+        "first_token": part.first if part is not None else None,
+        "same_as_gathered": whole == expected,
+        "not_compiled": refusal(engine.model.model),
+        "gathered_bytes": [counted_whole.num_bytes, counted_in_parts.num_bytes],
+    }
+
+
+def exact_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """What differs between plain decoding and trees in exact mode, under one split."""
+    plain = DecodeConfig.autoregressive(max_batch_size=1)
+    engine = Engine.from_pretrained(case["model"], plain, comm=comm, exact=True, dtype=case["dtype"])
+    assert engine.model.exact and engine.model.adapter.heights is not None
+    params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
+    worlds = Worlds(None, case["dtype"], exact=True, engine=engine)
+    found = Group(worlds, PROMPTS, params).run(["both, batch of 4, fills of 32", "window"])
+    return {"found": found, "mesh": [comm.size, comm.tp_size], "shapes": local_shapes(engine.model.model)}
+
+
+def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Trees that the processes share, in exact mode, against plain decoding that this one has done alone."""
+    alone = Engine.from_pretrained(case["model"], PLAIN, exact=True, dtype=case["dtype"])
+    params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
+    group = Group(Worlds(None, case["dtype"], exact=True, engine=alone), PROMPTS, params)
+    group.decode_plainly()
+    if case.get("fault") == "threads" and comm.rank:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+    try:
+        engine = Engine.from_pretrained(case["model"], PLAIN, comm=comm, exact=True, dtype=case["dtype"])
+    finally:
+        torch.set_num_threads(1)
+    if case.get("fault") == "rounding" and comm.rank:
+        attend_pages, in_one_call = hook.attend_pages, DecoderLayer._in_one_call
+        hook.attend_pages = lambda *given: attend_pages(*given) * (1 + 2**-23)
+        DecoderLayer._in_one_call = lambda *given: in_one_call(*given) * (1 + 2**-23)  # type: ignore[method-assign]
+    shape = SHAPES["both, batch of 4, 2 ranks that share every tree"]
+    texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, group.outputs, strict=True)]
+    outputs, digests, steps = group.watched(engine, shape, texts)
+    return {
+        "same_ids": outputs == group.outputs,
+        "steps": steps,
+        "chosen_here": [list(key) for key in digests if key in group.digests],
+        "differ": sum(digests[key] != group.digests[key] for key in digests if key in group.digests),
+        "mesh": [comm.size, comm.tp_size],
+    }
+
+
+def drafting_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Ids of trees of a model with recurrent layers or sparse attention, and the states that a rank holds."""
+    engine = Engine.from_pretrained(case["model"], DECODE, comm=comm)
+    done = engine.generate(PROMPTS * 2, PARAMS)
+    return {
+        "token_ids": [each.token_ids for each in done],
+        "steps": sum(each.stats.num_steps for each in done),
+        "mesh": [comm.size, comm.tp_size],
+        "shapes": local_shapes(engine.model.model),
+        "state_bytes": engine.replica.like.states.bytes_per_place,
+    }
+
+
+class Direct(Capturer):
+    """Captures nothing, and runs each program where a GPU would capture it."""
+
+    def capture(self, program: Program) -> Program:
+        program()
+        return program
+
+
+def compiled_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Ids of captured steps whose projections are packed and which go through the compiler."""
+    engine = Engine.from_pretrained(case["model"], DECODE, comm=comm)
+    model, dynamo = engine.model, torch._dynamo.utils
+    groups = pack_projections(model.model)
+    spoil(case.get("fault"), model.model, comm)
+    torch._dynamo.reset()
+    dynamo.counters.clear()
+    model.compile(case.get("compiler", "eager"))
+    model.capturer, model.adapter.packed, model.adapter.kv_bucket = Direct(), False, 256  # as on a GPU
+    engine.configure(DECODE)
+    done = engine.generate(PROMPTS * 2, FEW)
+    assert model.compiled is not None
+    return {
+        "token_ids": [each.token_ids for each in done],
+        "steps": sum(each.stats.num_steps for each in done),
+        "groups": groups,
+        "forms": dynamo.counters["stats"]["unique_graphs"],
+        "breaks": len(dynamo.counters["graph_break"]),
+        "reasons": [model.compiled.reason, model.graph_reason],
+    }
+
+
+def spoil(fault: str | None, model: Any, comm: ProcessComm) -> None:
+    """Make the last tp rank's layers wrong."""
+    attention = model.model.layers[0].self_attn
+    if not fault or comm.tp_rank != comm.tp_size - 1:
+        return
+    if fault == "order":  # keys and values have the same heights
+        weight = attention.q_proj.pack.weight
+        queries, keys, values = weight.clone().split(attention.q_proj.pack.sizes)
+        weight.copy_(torch.cat([queries, values, keys]))
+    elif fault == "first":
+        model.model.embed_tokens.first += 1
+    else:
+        raise AssertionError(fault)
+
+
+def load_only(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Most memory of its own (no mapped files) that this rank took while it loaded, in MiB."""
+    assert comm.tp_mesh is not None
+    before = highest = anonymous_mib()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.wait(0.001):
+            highest = max(highest, anonymous_mib())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        loaded = load(case["model"], tp=TensorParallel(comm.tp_mesh, case["backend"]))
+    finally:
+        done.set()
+        watching.join()
+    own = sum(local(parameter).nbytes for parameter in loaded.model.parameters()) / 2**20
+    return {"peak_mib": highest - before, "own_mib": own}
+
+
+def anonymous_mib() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+
+
+def inject(fault: str | None, engine: Engine, comm: ProcessComm) -> None:
+    """Make the last rank of the world, a tp rank that is not authoritative, misbehave."""
+    if fault is None or (comm.rank, comm.tp_rank) != (comm.size - 1, comm.tp_size - 1):
+        return
+    if fault == "lie":
+        change_sent(engine.replica.exchange, lambda draft, local: (local + 1) % 90)
+    elif fault == "state":
+        engine.replica.drafts.shared.extend([3, 5, 7, 9, 40, 41, 42, 43, 44] * 3)
+    else:
+        raise AssertionError(fault)
+
+
+def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: Path) -> None:
+    results: dict[str, object] = {}
+    with join(world, "cpu", 240.0, int(job["tp"])) as comm:  # type: ignore[call-overload]
+        assert isinstance(comm, ProcessComm)
+        for name, case in job["cases"].items():
+            try:
+                kinds = {
+                    "load": load_only, "exact": exact_case, "ranks": exact_ranks_case, "trees": drafting_case,
+                    "compiled": compiled_case,
+                }  # fmt: skip
+                results[name] = kinds.get(name.partition("/")[0], run_case)(case, comm)
+            except (InputError, DesyncError, CommError) as failure:
+                results[name] = {"error": f"{type(failure).__name__}: {failure}"}
+                if not isinstance(failure, InputError):
+                    raise  # the ranks are out of step now
+            finally:
+                report.write_text(json.dumps(results))
+
+
+def main() -> int:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    world = World.from_environment()
+    report = Path(job["output"]).with_suffix(f".{world.rank}")
+    try:
+        run_cases(job, world, report)
+    except (DesyncError, CommError):
+        return 0  # a failure here would have the launcher end the others, before they notice and write their report
+    codes = []
+    for attempt, arguments in enumerate(job["commands"], 1):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # the ranks meet anew
+        codes.append(lpr.cli.generate.main(arguments))
+    report.with_suffix(f".codes{world.rank}").write_text(json.dumps(codes))
+    return 0
+
+
+if __name__ == "__main__":
+    leave(World.from_environment(), main())

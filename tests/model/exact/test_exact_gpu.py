@@ -1,0 +1,95 @@
+"""Exact mode on the pretend GPU: heights that are fixed, one kernel for all trees, and the bits of plain decoding."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.model.exact import check
+from lpr.model.inputs import Row
+from lpr.model.paged_cache import PagedCache
+from lpr.model.runner import TreeModel
+from lpr.model.self_check import self_check
+from lpr.model.step_inputs import current_step
+from tests.fakes.models import tiny_model
+from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
+
+__all__ = ["gpu", "guard"]
+
+PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [7, 8, 9] * 5]
+PARAMS = [SamplingParams(max_new_tokens=10, temperature=0.9 * i, seed=i) for i in range(2)]
+DECODE = DecodeConfig(window_size=4, trie_nodes=12, max_batch_size=2)
+
+ROOM = (2 << 30) + (48 << 20), 4 << 30
+"""Free and whole memory of a GPU that another engine is on already."""
+
+
+def test_products_that_depend_on_the_height_are_found(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that takes another kernel for other heights, met by a model that is not pinned."""
+    multiply = nn.Linear.forward
+
+    def by_shape(self: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        return multiply(self, states) * (1 + 1e-2 * (states.flatten(0, -2).shape[0] > 64))
+
+    monkeypatch.setattr(nn.Linear, "forward", by_shape)
+    self_check(TreeModel(to_gpu(tiny_model().bfloat16()), exact=True))
+    monkeypatch.setattr(check, "pin_heights", lambda model: None)
+    with pytest.raises(InputError, match="cannot be exact: its logits are other bits in a step of many tokens"):
+        self_check(TreeModel(to_gpu(tiny_model().bfloat16()), exact=True, attention="triton"))
+
+
+def replays_that_round_otherwise(patch: pytest.MonkeyPatch, rows: int) -> None:
+    """A library that takes another kernel in a capture of so many rows."""
+    multiply = nn.Linear.forward
+
+    def mutant(self: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        step = current_step()
+        is_it = step is not None and step.tokens.numel() == rows and torch.cuda.is_current_stream_capturing()
+        return multiply(self, states) * (1 + 2**-7 * is_it)
+
+    patch.setattr(nn.Linear, "forward", mutant)
+
+
+@pytest.mark.parametrize("rows", [0])
+def test_replays_are_compared_with_direct_steps_at_every_height(
+    rows: int, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At load: where one height differs, steps go on without graphs, with the ids of plain decoding."""
+    model = tiny_model(spread=0.12, num_hidden_layers=1).to(torch.bfloat16)
+    expected = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, exact=True, graphs=False)
+    replays_that_round_otherwise(monkeypatch, rows)
+    gpu.memory = ROOM
+    engine = Engine.from_model(to_gpu(model), decode=DECODE, exact=True)
+    reason, replays = engine.model.graph_reason, gpu.num_replays
+    assert reason == (f"a replay of {rows} rows gives other bits than a direct step" if rows else None)
+    assert engine.model.graphs is not None
+    heights = {shape.batch * shape.num_entries for shape in engine.model.graphs.common_shapes(8)}
+    assert heights == {64, 128, 256} and (rows or replays >= len(heights))
+    found = [[each.token_ids for each in it.generate(PROMPTS, PARAMS)] for it in (engine, expected)]
+    assert found[0] == found[1] and (gpu.num_replays > replays) == (not rows)
+
+
+@pytest.mark.parametrize(
+    "options, reason", [({"attention": "sdpa"}, "use 'triton'"), ({"compile": "on"}, "the compiler chooses")], ids=str
+)
+def test_what_cannot_be_exact_on_a_gpu_is_named(options: dict[str, Any], reason: str, gpu: PretendGpu) -> None:
+    with pytest.raises(InputError, match=reason):
+        Engine.from_model(to_gpu(tiny_model()), decode=DECODE, exact=True, **options)
+
+
+def test_a_pinned_model_is_as_it_was_outside_of_steps() -> None:
+    model = tiny_model()
+    ids = torch.tensor([list(range(70))])
+    expected = model(ids).logits
+    check.pin_heights(model)
+    check.pin_heights(model)
+    assert torch.equal(model(ids).logits, expected)
+    runner = TreeModel(model)
+    row = Row(0, 0, list(range(70)), list(range(-1, 69)), list(range(70)), 70)
+    found = runner.adapter.logits([row], PagedCache(1, 128))
+    torch.testing.assert_close(found, expected[0], atol=1e-4, rtol=0)

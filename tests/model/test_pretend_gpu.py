@@ -1,0 +1,441 @@
+"""The CUDA path on the pretend GPU: the CPU's ids, one wait a step, no pageable copy, and nothing that fell back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import lpr.model.paged_cache
+import lpr.model.sampling.sampler
+import lpr.model.sampling.specification
+from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
+from lpr.dist.group import Download
+from lpr.model import loader
+from lpr.model.capture import CudaCapturer
+from lpr.model.fused import accelerate
+from lpr.model.fused.decoder_layer import DecoderLayer
+from lpr.model.packing import PackedLinear
+from lpr.model.paged_cache import PagedCache
+from lpr.model.sampling.choice import gpu_pick
+from lpr.model.sampling.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
+from lpr.model.sampling.selection import Selection
+from lpr.model.tree_mask import TreeMask
+from tests.fakes.models import left_of_an_engine, tiny_model
+from tests.fakes.pretend_gpu import (
+    OnGpu,
+    PretendError,
+    PretendGpu,
+    gpu,
+    guard,
+    held,
+    sampling_kernel,
+    to_gpu,
+)
+from tests.fakes.pretend_streams import Stream
+from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
+
+__all__ = ["gpu", "guard"]
+
+PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
+DECODE = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=2)
+GREEDY = [SamplingParams(max_new_tokens=16)] * len(PROMPTS)
+MIXED = [
+    SamplingParams(
+        max_new_tokens=16, temperature=0.8 * (i % 2), top_p=(1.0, 0.9)[i // 2 % 2], top_k=9 * (i % 2), seed=i
+    )
+    for i in range(len(PROMPTS))
+]
+PROCESSED = [
+    SamplingParams(
+        max_new_tokens=12, repetition_penalty=1.2, no_repeat_ngram_size=3, frequency_penalty=0.3 * (i % 2),
+        min_new_tokens=4, stop_token_ids=(95, 96), logit_bias=((5, 1.5), (9, -2.0)), temperature=0.8 * (i % 2),
+        top_p=(1.0, 0.9)[i // 2 % 2], seed=i,
+    )
+    for i in range(len(PROMPTS))
+]  # fmt: skip
+PLAIN = DecodeConfig.autoregressive()
+SETS = {"greedy": GREEDY, "mixed": MIXED, "processed": PROCESSED}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """Of one layer: a start captures more than ten graphs. The families below have two."""
+    return tiny_model(spread=0.12, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def expected(model: PreTrainedModel) -> dict[str, list[list[int]]]:
+    engine = Engine.from_model(copy.deepcopy(model), decode=PLAIN)
+    return {name: ids(engine, params) for name, params in SETS.items()}
+
+
+def ids(engine: Engine, params: list[SamplingParams]) -> list[list[int]]:
+    return [each.token_ids for each in engine.generate(PROMPTS, params)]
+
+
+def check(
+    machine: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], names: Any, **options: Any
+) -> Engine:
+    """Decode on the pretend GPU and compare with the CPU; count what a step may do."""
+    # Pages that go to host memory are read, too, though nobody waits for them.
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, swap_space=0, **options)
+    assert engine.model.attention == options.get("attention", "triton"), "fell back"
+    assert (engine.model.graphs is not None) == options.get("graphs", True)
+    assert gpu_pick(engine.model.device) is sampling_kernel, "sampling fell back"
+    gathers = []
+    gather = engine.comm.gather
+
+    def counted(payload: torch.Tensor) -> torch.Tensor:
+        gathers.append(1)
+        return gather(payload)
+
+    engine.comm.gather = counted  # type: ignore[method-assign]
+    for name in names:
+        machine.events.clear()
+        gathers.clear()
+        assert ids(engine, SETS[name]) == expected[name]
+        assert machine.count("wait") == 0, machine.events
+        assert machine.count("pageable") == 0, machine.events
+        assert machine.count("read") == len(gathers) > 3, "exactly one wait a step"
+        assert machine.count("unpinned") == 0, machine.events
+    assert engine.model.graph_reason is None
+    return engine
+
+
+def test_kernel_and_graphs(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
+    engine = check(gpu, model, expected, ("greedy", "mixed"))
+    assert gpu.num_kernels and gpu.num_replays > 10
+    graphs = engine.model.graphs
+    assert graphs is not None and gpu.num_captures == len(graphs.common_shapes(DECODE.num_candidates)) < 100
+    assert gpu.num_captures == engine.model.num_captures, "nothing was captured after the start"
+
+
+@pytest.mark.parametrize("options", [{"graphs": False}, {"attention": "sdpa"}], ids=str)
+def test_without_graphs_and_without_the_kernel(
+    options: dict[str, Any], gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]
+) -> None:
+    check(gpu, model, expected, ("mixed",), **options)
+
+
+def test_processors(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
+    """One wait a step, as every other step has."""
+    replays = gpu.num_replays
+    check(gpu, model, expected, ("processed",))
+    assert gpu.num_replays > replays + 5
+
+
+def a_processor_that_waits(patch: pytest.MonkeyPatch) -> None:
+    penalty = OutputPenalty.__call__
+
+    def mutant(self: OutputPenalty, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        torch.bincount(input_ids[0])
+        return penalty(self, input_ids, scores)
+
+    patch.setattr(OutputPenalty, "__call__", mutant)
+
+
+def processors_along_the_path(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Processors, "are_row_by_row", False)
+
+
+def paths_of_other_nodes(patch: pytest.MonkeyPatch) -> None:
+    call = Processors.__call__
+    patch.setattr(Processors, "__call__", lambda self, ids, scores: call(self, ids.flip(0), scores))
+
+
+def choices_in_the_order_of_depths(patch: pytest.MonkeyPatch) -> None:
+    choose_all = ProcessorPath.choose_all
+
+    def mutant(self: ProcessorPath, logits: torch.Tensor, chosen: torch.Tensor, pick: Pick) -> bool:
+        return choose_all(self, logits, chosen, lambda scores, rows: pick(scores, np.sort(rows)))
+
+    patch.setattr(ProcessorPath, "choose_all", mutant)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [a_processor_that_waits, processors_along_the_path, paths_of_other_nodes, choices_in_the_order_of_depths],
+)
+def test_faults_of_processors_are_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    gpu: PretendGpu,
+    model: PreTrainedModel,
+    expected: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(gpu, model, expected, ("processed",), graphs=False)
+
+
+def test_a_processor_that_fails_for_all_nodes_is_asked_along_the_path(gpu: PretendGpu, model: PreTrainedModel) -> None:
+    """A node that no chosen text leads to may fail without anybody hearing of it; one on the path is named."""
+    prompt = PROMPTS[0]
+    whole = Engine.from_model(copy.deepcopy(model), decode=PLAIN).generate([prompt], PROCESSED[0])[0].token_ids
+
+    class Failing(OutputPenalty):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            ids = held(input_ids)[:, len(prompt) :]
+            if input_ids.shape[1] > len(prompt) + 7 or (ids != torch.tensor(whole)[: ids.shape[1]]).any():
+                raise ValueError("no such path")
+            return scores
+
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, graphs=False)
+    for are_known in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lpr.model.sampling.processors.ROW_BY_ROW", ROW_BY_ROW | ({Failing} if are_known else set()))
+            done = engine.generate([prompt], PROCESSED[0], [Failing(len(prompt), 0, 0)])[0]
+        assert done.token_ids == whole[:8] and done.error == "logits processor Failing failed: ValueError: no such path"
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_dropped_engine_frees_graphs_and_cache_at_once(is_closed: bool, gpu: PretendGpu) -> None:
+    model = to_gpu(tiny_model())
+    assert left_of_an_engine(lambda: Engine.from_model(model, decode=DECODE), is_closed) == ["Model"]
+    assert gpu.num_replays
+
+
+SMALL = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=1)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 9},
+    "gemma2": {"sliding_window": 9, "head_dim": 16},
+    "qwen3": {"head_dim": 16},
+    "gpt_neox": {},
+}
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
+    model = tiny_model(family, spread=0.12, **FAMILIES[family])
+    expected = ids(Engine.from_model(copy.deepcopy(model), decode=PLAIN), MIXED)
+    engine = Engine.from_model(to_gpu(model), decode=SMALL)
+    captured = gpu.num_captures
+    gpu.events.clear()
+    assert ids(engine, MIXED) == expected
+    assert engine.model.attention == "triton" and engine.model.graph_reason is None, "fell back"
+    assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
+
+
+def fails(*_: Any) -> torch.Tensor:
+    raise StrangeError("no such instruction")
+
+
+class StrangeError(Exception):
+    """As compilers and drivers raise them."""
+
+
+@pytest.mark.parametrize("layers", ["known", "broken kernels"])
+def test_a_checkpoint(
+    layers: str, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """As a program loads one: packed, its layers replaced.
+
+    A model of unknown layers goes to the compiler, which refuses to work on this machine and is given up. So does one
+    whose layers' kernels do not work, which keeps the kernel of attention.
+    """
+    knows_layers = layers == "known"
+    if layers == "unknown":
+        monkeypatch.setattr(accelerate, "layer_of", lambda _: None)
+    if layers == "broken kernels":
+        monkeypatch.setattr("lpr.model.kernels.elementwise_kernel.gate", fails)
+
+    def read_there(where: torch.device, read: Any, dtype: Any) -> Any:
+        model, info = read(dtype=dtype)
+        return (to_gpu(model) if where.type == "cuda" else model), info
+
+    monkeypatch.setattr(loader, "_read_to", read_there)
+    torch._dynamo.reset()  # other tests compile as well
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_: module)  # it is there
+    engine = Engine.from_pretrained(str(tmp_path), SMALL, device="cuda", dtype="float32")
+    captured = gpu.num_captures
+    gpu.events.clear()
+    assert ids(engine, MIXED) == expected["mixed"]
+    assert engine.model.attention == "triton" and engine.model.graph_reason is None
+    assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
+    assert any(isinstance(module, PackedLinear) for module in engine.model.model.modules())
+    replaced = [isinstance(vars(each).get("forward"), DecoderLayer) for each in engine.model.model.model.layers]
+    assert replaced == [knows_layers] * len(replaced)
+    compiled = engine.model.compiled
+    assert compiled is None if knows_layers else compiled is not None and bool(compiled.reason)
+    assert caplog.text.count("steps are not compiled") == (not knows_layers)
+    assert caplog.text.count("using transformers' own: no such instruction") == (layers == "broken kernels")
+
+
+def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
+    def rank(comm: ThreadComm) -> list[list[list[int]]]:
+        with PretendGpu() as machine:
+            machine.memory = machine.memory[0] * 2, machine.memory[1] * 2  # which two ranks of one process share
+            engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, comm=comm)
+            assert engine.model.graphs is not None
+            captured, found = machine.num_captures, []
+            for name in ("greedy", "mixed"):
+                machine.events.clear()
+                comm.gathered_bytes.clear()
+                found.append(ids(engine, SETS[name]))
+                assert machine.count("wait") == machine.count("pageable") == 0, machine.events
+                assert machine.count("read") == len(comm.gathered_bytes) > 3, "exactly one wait a step"
+            assert machine.num_captures == captured and engine.model.graph_reason is None
+            return found
+
+    for found in run_ranks(ThreadWorld(2), rank):
+        assert found == [expected["greedy"], expected["mixed"]]
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.1])
+def test_the_drop_in_waits_once_a_step_and_not_for_each_token(
+    penalty: float, gpu: PretendGpu, model: PreTrainedModel
+) -> None:
+    there = to_gpu(copy.deepcopy(model))
+    prompt = torch.tensor([PROMPTS[0], PROMPTS[0]])
+    wanted = {"eos_token_id": 50, "pad_token_id": 0, "do_sample": False, "repetition_penalty": penalty}
+    waits = []
+    for count in (30, 10, 30):  # the first one makes the engine
+        expected = model.generate(prompt, max_new_tokens=count, **wanted)
+        gpu.events.clear()
+        found = there.generate(OnGpu(prompt), max_new_tokens=count, custom_generate=Lookahead(DECODE), **wanted)
+        assert held(found).tolist() == expected.tolist() and found.shape[1] == len(PROMPTS[0]) + count
+        waits.append(gpu.count("wait") + gpu.count("read"))
+    tokens, steps = 2 * (30 - 10), waits[2] - waits[1]
+    assert steps <= tokens / 2, "a step waits once, however many tokens it adds, and two rows share it"
+
+
+# What goes wrong in a capture.
+
+
+def test_a_failed_capture_leaves_the_stream_and_names_its_cause(
+    gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = copy.deepcopy(model)
+    inner = broken.model.layers[0].mlp.forward
+
+    def waiting(hidden: torch.Tensor) -> torch.Tensor:
+        if gpu.capturing is not None:
+            hidden.sum().item()
+        return inner(hidden)
+
+    broken.model.layers[0].mlp.forward = waiting
+    engine = Engine.from_model(to_gpu(broken), decode=DECODE)
+    assert ids(engine, GREEDY) == expected["greedy"], "evaluated without graphs"
+    assert "not permitted when stream is capturing" in str(engine.model.graph_reason)
+    assert gpu.streams.current is gpu.streams.default and gpu.num_captures == 1
+    assert "without CUDA graphs" in caplog.text
+
+
+def test_a_capture_restores_the_stream(gpu: PretendGpu) -> None:
+    with pytest.raises(RuntimeError):
+        CudaCapturer(torch.device("cuda", 0)).capture(lambda: 1 / 0 if gpu.capturing else torch.zeros(1))  # type: ignore[arg-type, return-value]
+    assert gpu.streams.current is gpu.streams.default and gpu.capturing is None
+
+
+# Seeded faults.
+
+
+def selection_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Selection, "to", lambda self, device: self)
+
+
+def move_by_host_indices(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: PagedCache, sources: list[int], targets: list[int]) -> None:
+        for pool in self._pools if sources else ():
+            pool.index_copy_(1, torch.tensor(targets), pool.index_select(1, torch.tensor(sources)))
+
+    patch.setattr(PagedCache, "move", mutant)
+
+
+def mask_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self: TreeMask) -> torch.Tensor:
+        length = self.positions.shape[1]
+        return torch.arange(length) >= length - self.num_entries[:, None]
+
+    patch.setattr(TreeMask, "real", mutant)
+
+
+def a_choice_that_waits(patch: pytest.MonkeyPatch) -> None:
+    inner = lpr.model.sampling.sampler.choose
+
+    def mutant(*args: Any) -> torch.Tensor:
+        chosen = inner(*args)
+        assert bool((chosen > -10).all())
+        return chosen
+
+    patch.setattr(lpr.model.sampling.sampler, "choose", mutant)
+
+
+def a_constant_of_the_host(patch: pytest.MonkeyPatch) -> None:
+    inner = lpr.model.sampling.sampler.candidates
+
+    def mutant(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, scores = inner(logits, k)
+        return tokens, scores * torch.tensor([1] * scores.shape[1], device=logits.device)
+
+    patch.setattr(lpr.model.sampling.sampler, "candidates", mutant)
+
+
+def pageable_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lpr.model.paged_cache, "to_device", lambda array, device: torch.from_numpy(array).to(device))
+
+
+def results_in_new_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Download, "read", lambda self, words: words.cpu())
+
+
+def results_nobody_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Stream, "synchronize", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "fault, options",
+    [
+        (results_in_new_memory, {}),
+        (results_nobody_waited_for, {}),
+        (selection_on_the_host, {"graphs": False}),
+        (move_by_host_indices, {}),
+        (mask_on_the_host, {"attention": "sdpa"}),
+        (a_choice_that_waits, {}),
+        (a_constant_of_the_host, {}),
+        (pageable_copies, {}),
+    ],
+)
+def test_faults_are_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    options: dict[str, Any],
+    gpu: PretendGpu,
+    model: PreTrainedModel,
+    expected: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, PretendError, RuntimeError, InputError)):
+        check(gpu, model, expected, ("mixed",), **options)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_the_specification_of_sampling_stays_on_the_device(
+    fault: bool, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the kernel's place where that does not work."""
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.02)
+    expected = lpr.model.sampling.specification.pick(logits, Selection.build([(params, range(6))]))
+    inner = lpr.model.sampling.specification.gumbel
+    if fault:
+        noise = lambda keys, ids: inner(keys, torch.arange(ids.shape[1])[None])  # noqa: E731
+        monkeypatch.setattr(lpr.model.sampling.specification, "gumbel", noise)
+    there = OnGpu(logits)
+    selection = Selection.build([(params, range(6))], there.device)
+    gpu.events.clear()
+    if fault:
+        with pytest.raises((PretendError, RuntimeError)):
+            lpr.model.sampling.specification.pick(there, selection)
+    else:
+        assert held(lpr.model.sampling.specification.pick(there, selection)).tolist() == expected.tolist()
+        assert gpu.count("wait") == gpu.count("pageable") == 0, gpu.events

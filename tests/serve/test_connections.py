@@ -1,0 +1,475 @@
+"""Connections over real sockets, read by h11 and by httptools: limits, time-outs, and who gives way to whom."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+
+from lpr.serve import limits, port
+from lpr.serve.connections import GONE, KINDS, SECONDS, Connection, Waits
+from lpr.serve.port import Port
+from tests.fakes.fake_driver import wait_for
+
+GET = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /%s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
+pytestmark = pytest.mark.parametrize("kind", sorted(KINDS))
+
+
+class App:
+    """Answers "ok"; /body only after the body; /hold not before `release`; /big with 8 MB in pieces; /gone late."""
+
+    def __init__(self):
+        self.release = threading.Event()
+        self.calls = 0
+        self.gone = 0
+        self.bytes_read = 0
+        self.saw_gone = []
+
+    async def __call__(self, scope, receive, send):
+        self.calls += 1
+        if scope["path"] == "/gone":
+            time.sleep(0.2)  # the loop stands still
+            self.saw_gone.append(scope["extensions"][GONE]())
+        more = scope["path"] == "/body"
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.gone += 1
+                return
+            self.bytes_read += len(message["body"])
+            more = message["more_body"]
+        while scope["path"] == "/hold" and not self.release.is_set():
+            await asyncio.sleep(0.01)
+        pieces = [b"x" * 65536] * 128 if scope["path"] == "/big" else [b"ok"]
+        length = str(sum(map(len, pieces))).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.contextmanager
+def running(kind, most=8, tls=None):
+    """A port with an App behind it: `app`, `connect()`, `ask(path)`, and its `loop`."""
+    app, loop = App(), asyncio.new_event_loop()
+    listening = Port(socket.create_server(("127.0.0.1", 0)), most, tls)
+    config = uvicorn.Config(
+        app, log_config=None, lifespan="off", ws="none", timeout_keep_alive=SECONDS[Waits.IDLE],
+        h11_max_incomplete_event_size=limits.HEAD.most,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext
+
+    async def serve():
+        serving = asyncio.create_task(server.serve([]))
+        listening.open(lambda: KINDS[kind](config, server.server_state, {}, port=listening))
+        await serving
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    opened = []
+
+    def connect():
+        opened.append(socket.create_connection(("127.0.0.1", listening.number), timeout=5))
+        return opened[-1]
+
+    def ask(path=b"", link=None):
+        link = link or connect()
+        link.sendall(GET % path)
+        return read(link)
+
+    def end():
+        listening.close()
+        server.should_exit = True
+
+    try:
+        yield SimpleNamespace(app=app, connect=connect, ask=ask, loop=loop)
+    finally:
+        app.release.set()
+        for link in opened:
+            link.close()
+        loop.call_soon_threadsafe(end)
+        thread.join(10)
+        loop.close()
+        assert not thread.is_alive()
+
+
+def read(link):
+    """The status and the body of one answer; (0, "") if there is none."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while b"\r\n\r\n" not in data and (new := link.recv(65536)):
+            data += new
+        head, _, body = data.partition(b"\r\n\r\n")
+        if not head:
+            return 0, b""
+        fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        while len(body) < int(fields[b"content-length"]) and (new := link.recv(65536)):
+            body += new
+        return int(head.split()[1]), body
+    return 0, b""
+
+
+def is_closed(link, seconds=5.0):
+    """True if the server closes the connection within `seconds`, whatever it sends before."""
+    link.settimeout(seconds)
+    try:
+        while link.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Waits of tenths of seconds."""
+    monkeypatch.setattr(port, "SWEEP_SECONDS", 0.05)
+
+    def set_seconds(**seconds):
+        for waits in Waits:
+            monkeypatch.setitem(SECONDS, waits, seconds.get(waits.name, 30.0))
+
+    return set_seconds
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-out", folder / "c", "-keyout", folder / "k"], check=True, stderr=subprocess.DEVNULL)
+    return folder / "c", folder / "k"
+
+
+def test_many_requests_on_one_connection(kind):
+    with running(kind) as service:
+        link = service.connect()
+        assert [service.ask(b"", link) for _ in range(3)] == [(200, b"ok")] * 3
+        link.sendall(POST % (b"body", 300_000) + b" " * 300_000)
+        assert read(link) == (200, b"ok") and service.app.bytes_read == 300_000
+        link.sendall(
+            (GET % b"").replace(b"Host", b"Connection: Upgrade\r\nUpgrade: h2c\r\nHost")
+        )  # as Java's clients do
+        assert read(link) == (200, b"ok")
+        link = service.connect()
+        link.sendall((GET % b"") * 2)  # pipelined
+        data = b""
+        while data.count(b"ok") < 2:
+            data += link.recv(65536)
+
+
+def test_idle_connections_keep_nobody_out(kind):
+    with running(kind, most=8) as service:
+        idle = [service.connect() for _ in range(8)]
+        idle[0].sendall(b"GET / HT")
+        time.sleep(0.05)
+        for _ in range(3):
+            assert service.ask() == (200, b"ok")
+        assert read(idle[0])[0] == 408  # the first to come has waited longest, and had begun a head
+        assert read(idle[1])[0] == 0
+        assert not is_closed(idle[7], 0.1)
+
+
+def test_idle_connections_that_come_in_one_turn_of_the_loop_give_way_too(kind):
+    """They are accepted before any of them has been set up."""
+    with running(kind, most=8) as service:
+        service.loop.call_soon_threadsafe(time.sleep, 0.5)
+        idle = [service.connect() for _ in range(9)]
+        assert service.ask() == (200, b"ok")
+        assert [is_closed(link, 0.2) for link in (*idle[:2], idle[8])] == [True, True, False]
+
+
+@pytest.mark.parametrize("begun", ["kept alive", "head", "body", "unread"])
+def test_whatever_waits_for_its_client_gives_way(kind, begun):
+    with running(kind, most=8) as service:
+        for _ in range(8):
+            link = service.connect()
+            if begun == "kept alive":
+                assert service.ask(b"", link) == (200, b"ok")
+            elif begun == "head":
+                link.sendall(b"GET / HTTP/1.1\r\nA: b\r\n")
+            elif begun == "body":
+                link.sendall(POST % (b"body", 10) + b"123")
+            else:
+                link.sendall(GET % b"big")
+        if begun in ("body", "unread"):
+            wait_for(lambda: service.app.calls == 8)
+        time.sleep(0.1)
+        assert [service.ask() for _ in range(8)] == [(200, b"ok")] * 8
+
+
+def test_only_if_all_are_being_answered_a_new_one_is_refused(kind):
+    with running(kind, most=8) as service:
+        held = [service.connect() for _ in range(8)]
+        for link in held:
+            link.sendall(GET % b"hold")
+        wait_for(lambda: service.app.calls == 8)
+        status, body = service.ask()
+        assert status == 503 and json.loads(body)["error"]["type"] == "service_unavailable"
+        assert service.app.calls == 8
+        service.app.release.set()
+        assert [read(link) for link in held] == [(200, b"ok")] * 8
+        assert service.ask() == (200, b"ok")
+
+
+def test_a_head_has_its_time_however_it_trickles(kind, impatient):
+    impatient(HEAD=0.4)
+    with running(kind) as service:
+        silent, trickling, blank = (service.connect() for _ in range(3))
+        trickling.sendall(b"GET / HTTP/1.1\r\n")
+        for _ in range(12):
+            time.sleep(0.1)
+            for link, data in ((trickling, b"A: b\r\n"), (blank, b"\r\n")):
+                with contextlib.suppress(OSError):
+                    link.sendall(data)
+        for link in (silent, blank, trickling):
+            assert is_closed(link, 0.1)
+
+
+def test_a_head_that_is_late_gets_a_408(kind, impatient):
+    impatient(HEAD=0.2)
+    with running(kind) as service:
+        link = service.connect()
+        assert service.ask(b"", link) == (200, b"ok")
+        link.sendall(b"GET / ")
+        status, body = read(link)
+        assert status == 408 and "in time" in json.loads(body)["error"]["message"] and is_closed(link)
+
+
+def test_an_idle_connection_ends(kind, impatient):
+    impatient(IDLE=0.2)
+    with running(kind) as service:
+        link = service.connect()
+        assert service.ask(b"", link) == (200, b"ok") and is_closed(link, 2)
+
+
+def test_a_body_that_nobody_waits_for_ends(kind, impatient):
+    impatient(BODY=0.2)
+    with running(kind) as service:
+        link = service.connect()
+        link.sendall(POST % (b"body", 10) + b"123")
+        assert is_closed(link, 2)
+        wait_for(lambda: service.app.gone == 1)
+
+
+def test_an_answer_that_is_not_read_ends(kind, impatient):
+    impatient(UNREAD=0.3)
+    with running(kind) as service:
+        link = service.connect()
+        link.sendall(GET % b"big")
+        time.sleep(1)
+        link.settimeout(5)
+        size = 0
+        with contextlib.suppress(ConnectionError):
+            while new := link.recv(1 << 20):
+                size += len(new)
+        assert size < 8 << 20  # the rest has never been sent
+        assert len(service.ask(b"big")[1]) == 8 << 20
+
+
+def test_a_slow_reader_gets_its_whole_answer(kind, impatient):
+    impatient(UNREAD=0.5)
+    with running(kind) as service:
+        link = service.connect()
+        link.sendall(GET % b"big")
+        size = 0
+        while size < 8 << 20 and (new := link.recv(200_000)):
+            size += len(new)
+            time.sleep(0.02)
+        assert size >= 8 << 20
+
+
+@pytest.mark.parametrize("head", [b"A: " + b"b" * (33 << 10), b"A: b\r\n" * 101, b"\r\n" * (17 << 10)])
+@pytest.mark.parametrize("step", [1 << 20, 5000])
+def test_a_head_is_limited(kind, head, step):
+    with running(kind) as service:
+        data = b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n\r\n"
+        if not head.strip():
+            data = head + data
+        link = service.connect()
+        for begin in range(0, len(data), step):
+            with contextlib.suppress(OSError):
+                link.sendall(data[begin : begin + step])
+            time.sleep(0.002)
+        assert read(link)[0] == 431 and service.app.calls == 0
+
+
+def test_a_large_head_within_the_limits_is_taken(kind):
+    with running(kind) as service:
+        link = service.connect()
+        link.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + b"A: b\r\n" * 98 + b"B: " + b"b" * 30_000 + b"\r\n\r\n")
+        assert read(link) == (200, b"ok")
+
+
+def test_what_comes_besides_a_request_is_limited(kind):
+    with running(kind) as service:
+        early, trailing = service.connect(), service.connect()
+        early.sendall((GET % b"hold") + b"GET / HTTP/1.1\r\n")
+        trailing.sendall(b"POST /body HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n")
+        wait_for(lambda: service.app.calls == 2)
+        early.settimeout(0.5)
+        with pytest.raises(OSError):  # it is closed, or nobody reads it
+            for _ in range(400):
+                early.sendall((b"A: " + b"b" * 1000 + b"\r\n") * 64)
+        trailing.sendall((b"A: " + b"b" * 1000 + b"\r\n") * 6)
+        assert read(trailing)[0] == 400 and trailing.recv(1) == b""
+
+
+CHUNKED = b"POST /body HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("size, expected", [(1, 400), (16, 400), (64, 200), (4096, 200)])
+def test_a_body_in_small_pieces_is_refused_and_read_little_at_a_time(kind, size, expected, monkeypatch):
+    """10,000 chunks of one byte cost the event loop half a second with h11."""
+    turns = []
+    received = Connection.data_received
+
+    def counting(self, data):
+        turns.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", counting)
+    with running(kind) as service:
+        link = service.connect()
+        chunk = b"%x\r\n" % size + b"x" * size + b"\r\n"
+        with contextlib.suppress(OSError):
+            link.sendall(CHUNKED + chunk * 2000 + b"0\r\n\r\n")
+        status, body = read(link)
+        assert status == expected and (status == 200 or b"pieces" in body)
+        if size == 1:
+            assert max(turns) <= 1 << 10 and sum(turns) < 40_000
+
+
+def test_a_client_that_has_gone_is_seen_before_it_is_worked_for(kind):
+    """Its end is in the socket, though the event loop has not read it yet."""
+    with running(kind) as service:
+        assert service.ask(b"gone") == (200, b"ok")
+        leaving = service.connect()
+        leaving.sendall(GET % b"gone")
+        leaving.close()
+        wait_for(lambda: len(service.app.saw_gone) == 2)
+        assert service.app.saw_gone == [False, True]
+
+
+def test_an_answer_before_the_end_of_the_body_arrives(kind, impatient):
+    impatient(LINGER=0.8)
+    with running(kind) as service:
+        link = service.connect()
+        link.sendall(POST % (b"", 100 << 20))
+        assert read(link) == (200, b"ok") and link.recv(1) == b""
+        for _ in range(10):  # a client that sends first and reads then is not cut off by a reset
+            link.sendall(b" " * 65536)
+            time.sleep(0.02)
+        time.sleep(1.0)
+        with pytest.raises(OSError):
+            for _ in range(10):
+                link.sendall(b" " * 65536)
+                time.sleep(0.02)
+        assert service.app.bytes_read == 0
+
+
+def test_expect_does_not_fetch_a_body_that_nobody_reads(kind):
+    with running(kind) as service:
+        for path, first in ((b"", b"HTTP/1.1 200"), (b"body", b"HTTP/1.1 100")):
+            link = service.connect()
+            link.sendall((POST % (path, 1000)).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n"))
+            assert link.recv(12) == first
+
+
+def test_no_more_files_is_no_end(kind, monkeypatch, capsys):
+    with running(kind) as service:
+        assert service.ask() == (200, b"ok")
+        accept, failures = socket.socket.accept, iter([24, 24])
+
+        def failing(self):
+            for number in failures:
+                raise OSError(number, "Too many open files")
+            return accept(self)
+
+        monkeypatch.setattr(socket.socket, "accept", failing)
+        assert service.ask() == (200, b"ok")
+        assert capsys.readouterr().err.count("Too many open files") == 2  # and not once per turn of the loop
+
+
+def test_half_a_tls_handshake_ends_and_gives_way(kind, impatient, certificate):
+    impatient(HEAD=0.5)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    with running(kind, most=8, tls=context) as service:
+        client = ssl.create_default_context()
+        client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+        idle = [service.connect() for _ in range(8)]
+        time.sleep(0.1)
+        for _ in range(2):
+            with client.wrap_socket(service.connect()) as link:
+                assert service.ask(b"", link) == (200, b"ok")
+        assert is_closed(idle[0], 0.1) and is_closed(idle[7], 2)
+        with client.wrap_socket(service.connect()) as link:
+            link.sendall(POST % (b"", 1 << 20) + b" " * 100_000)
+            assert read(link) == (200, b"ok")
+
+
+# Seeded faults: each breaks one limit, and the test of that limit must notice.
+
+
+def nobody_waits(patch):
+    patch.setattr(Port, "wait", lambda self, connection, waits: None)
+
+
+def every_byte_begins_the_wait_anew(patch):
+    received, wait, ports = Connection.data_received, Port.wait, {}
+
+    def noted(self, connection, waits):
+        ports[connection] = self
+        wait(self, connection, waits)
+
+    def again(self, data):
+        received(self, data)
+        ports[self].wait(self, Waits.HEAD)
+
+    patch.setattr(Port, "wait", noted)
+    patch.setattr(Connection, "data_received", again)
+
+
+def answers_give_way(patch):
+    patch.setattr(Port, "work", lambda self, connection: self.wait(connection, Waits.IDLE))
+
+
+def heads_have_no_end(patch):
+    patch.setattr(limits, "HEAD", limits.HEAD._replace(most=1 << 30))
+    patch.setattr(limits, "HEADERS", limits.HEADERS._replace(most=1 << 30))
+
+
+def closing_loses_the_answer(patch):
+    patch.setattr(Connection, "may_linger", False)
+
+
+FOUND_BY = {
+    nobody_waits: lambda kind, _: test_idle_connections_keep_nobody_out(kind),
+    every_byte_begins_the_wait_anew: test_a_head_has_its_time_however_it_trickles,
+    answers_give_way: lambda kind, _: test_only_if_all_are_being_answered_a_new_one_is_refused(kind),
+    heads_have_no_end: lambda kind, _: test_a_head_is_limited(kind, b"A: b\r\n" * 101, 5000),
+    closing_loses_the_answer: test_an_answer_before_the_end_of_the_body_arrives,
+}
+
+
+@pytest.mark.parametrize("fault", FOUND_BY, ids=lambda fault: fault.__name__)
+def test_a_fault_is_found(kind, fault, impatient, monkeypatch):
+    with monkeypatch.context() as patch:
+        fault(patch)
+        with pytest.raises((AssertionError, OSError)):
+            FOUND_BY[fault](kind, impatient)

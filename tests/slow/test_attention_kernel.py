@@ -1,0 +1,71 @@
+"""The long tests of tests/model/kernels/test_attention_kernel.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.paths import ROOT
+from tests.model.kernels.test_attention_kernel import (
+    attention_kernel,
+    check_against_reference,
+    make_case,
+    needs_triton,
+    pytestmark,
+    random_parents,
+)
+from tests.model.kernels.test_attention_kernel import test_the_engine_emits_the_same_ids_with_the_kernel as check_engine
+from tests.model.kernels.test_attention_kernel import (
+    test_trees_of_several_words_in_a_ragged_batch as check_ragged_batch,
+)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("dtype", "rules"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float32, {"window": 4096, "softcap": 50.0}),
+    ],
+    ids=["bfloat16", "float32, window and softcap"],
+)
+def test_a_context_of_32k_tokens(dtype: torch.dtype, rules: dict[str, Any]) -> None:
+    parents = random_parents(np.random.default_rng(1), 40)
+    case = make_case([parents], [32768], heads=(2, 1), dims=(16, 16), dtype=dtype)
+    check_against_reference(attention_kernel.tree_attention, case, **rules)
+
+
+@needs_triton
+def test_the_kernels_compile_for_gpus_without_one(tmp_path: Path) -> None:
+    """The interpreter takes programs that the compiler refuses. A consumer GPU gives a block 101376 bytes at most."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    script = ROOT / "tests" / "fakes" / "compile_kernels.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = json.loads(done.stdout.splitlines()[-1])
+    assert len(compiled) >= 5
+    for each in compiled:
+        assert each["shared"] <= 101376, each
+        assert each["cubin"] > 0, each
+
+
+@needs_triton
+def test_trees_of_several_words_and_windows_in_parts() -> None:
+    check_ragged_batch(torch.float32, "window", 2)
+
+
+@needs_triton
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_engines_emit_the_same_ids_with_the_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_engine(family, monkeypatch)

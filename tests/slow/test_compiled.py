@@ -1,0 +1,164 @@
+"""The long tests of tests/model/test_compiled.py."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lpr.model.compiled import CompiledForward
+from lpr.model.inputs import Row
+from lpr.model.paged_cache import PagedCache
+from lpr.model.parallel import TensorParallel
+from lpr.model.runner import SharedWeights, TreeModel
+from lpr.model.self_check import check_compiled
+from lpr.model.split_layers import VocabularyHead
+from lpr.model.step_inputs import current_step
+from lpr.planner.facts import facts_of
+from lpr.planner.footprint import tp_traffic
+from lpr.planner.launches import step_launches
+from tests.fakes.kernel_counts import count
+from tests.fakes.models import tiny_model
+from tests.fakes.pretend_gpu import guard
+from tests.model.test_compiled import (
+    Small,
+    quick_kernel,
+    replica,
+    runner_of,
+    small,
+    start_compiled,
+    the_number_of_keys_decides,
+)
+
+
+def test_a_start_of_a_replica_compiles_four_forms(replica: TensorParallel, tmp_path: Path) -> None:
+    """Of a rank's half of a model, with the collectives of its steps."""
+    assert start_compiled("llama", 2, 16, replica=replica, folder=tmp_path) == (4, 4, 4)
+
+
+def test_a_head_that_asks_for_parts_doubles_the_forms(
+    replica: TensorParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are gathered outside of what is compiled, as sampling that needs all of them would be other forms."""
+
+    def forward(self: VocabularyHead, input: torch.Tensor) -> torch.Tensor:
+        step, mine = current_step(), nn.functional.linear(input, self.weight)
+        return mine if step is not None and step.in_parts else mine + 0
+
+    monkeypatch.setattr(VocabularyHead, "forward", forward)
+    assert start_compiled("llama", 1, 1, replica=replica, folder=tmp_path)[1] > 4
+
+
+def test_compiled_code_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled again, as in a second process, is read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    # A new folder has neither of these, and each takes longer than the compilation.
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
+    said = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        layer = Small()
+        compiled = CompiledForward(SimpleNamespace(model=layer))  # type: ignore[arg-type]
+        with torch.no_grad():
+            layer(torch.randn(3, 8))
+        said.append(str(compiled.describe()))
+    folder = tmp_path / "lpr" / "compiled"
+    assert ", 0 of them read" in said[0] and said[1].endswith(f", 1 of them read from {folder}") and folder.is_dir()
+
+
+def test_kernels_of_a_step(guard: None) -> None:
+    """Ten a layer: norm, QKV, rotation with the cache's writes, attention and its second launch, output, norm, gate
+    and up, SiLU, down; and no copy of a cache. Over two ranks, also two sums a layer and one for the embedding."""
+    for tp, layers, entries in ((1, 2, 1), (2, 1, 16)):
+        config = small(num_hidden_layers=layers)
+        step, facts = count(config, entries, 1024, tp=tp), facts_of(config, "small")
+        forward, split = step["compiled"]["forward"], 2 + 2 * layers if tp > 1 else 0
+        assert forward == 10 * layers + 2 + split, "the last norm and the head; the embedding and its sum"
+        assert step["packed_groups"] == 2 * layers and step["compiled"]["largest_copies"] == 0
+        assert step["packed"]["forward"] == step["operators"]["forward"] - 3 * layers
+        assert step["compiled"]["launches"] == step_launches(facts, tp, entries > 1)
+        assert step["collectives"] == (tp_traffic(facts, 1, 1, 2, tp).num_collectives if tp > 1 else 0)
+
+
+def test_a_start_of_gemma2_compiles_four_forms() -> None:
+    """Two kinds of layers, and logits with a soft cap."""
+    assert start_compiled("gemma2") == (4, 4, 4)
+
+
+def test_forms_by_the_number_of_keys_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    the_number_of_keys_decides(monkeypatch)
+    assert start_compiled("llama", 1, 1)[1] > 4
+
+
+def test_collectives_are_operators_of_the_one_graph(replica: TensorParallel, tmp_path: Path) -> None:
+    """A sum for the embedding and two a layer, in the order of the model."""
+    names: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes if "all_reduce" in str(node.target))
+        return graph.forward
+
+    runner, like = runner_of(replica=replica, folder=tmp_path)
+    runner.compile(backend)  # type: ignore[arg-type]
+    check_compiled(runner, like, 1)
+    assert runner.compiled is not None and runner.compiled.reason is None
+    assert len(names) == 2 * (1 + 2 * runner.config.num_hidden_layers), "of each form, one token or more"
+
+
+def test_what_one_rank_cannot_compile_none_does(caplog: pytest.LogCaptureFixture) -> None:
+    """Compiled and direct steps round otherwise, and the ranks of a replica hold the same hidden states."""
+    model = tiny_model()
+    runner, like = TreeModel(model, attention="triton", shared=SharedWeights(worst=lambda found: 1)), PagedCache(1, 32)
+    runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], like)
+    torch._dynamo.reset()
+    runner.compile(backend="eager")
+    check_compiled(runner, like, 1)
+    assert runner.compiled is not None and runner.compiled.reason == "another rank of this replica could not"
+    assert "steps are not compiled: another rank" in caplog.text
+
+
+def test_another_engines_compiled_model_is_called_directly() -> None:
+    model, num_compiled = tiny_model(), 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph.forward
+
+    first, second = (TreeModel(model, attention="sdpa", graphs=False) for _ in range(2))
+    torch._dynamo.reset()
+    first.compile(backend)  # type: ignore[arg-type]
+    for runner, expected in ((second, 0), (first, 1)):
+        cache = PagedCache(1, 32)
+        for each in filter(None, (runner.adapter, runner.compiled)):
+            each.forward(runner.adapter.inputs([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], cache), cache)
+        assert min(num_compiled, 1) == expected
+
+
+def test_a_forward_that_breaks_is_called_directly(caplog: pytest.LogCaptureFixture) -> None:
+    runner, like = runner_of()
+    inner = runner.model.model.layers[1].mlp.forward
+
+    def waiting(hidden: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return inner(hidden)
+
+    runner.model.model.layers[1].mlp.forward = waiting
+    runner.compile(backend="eager")
+    with caplog.at_level(logging.WARNING):
+        check_compiled(runner, like)
+    assert runner.compiled is not None and runner.compiled.reason and "steps are not compiled" in caplog.text
+    assert runner.model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_a_start_compiles_four_forms_and_compares_each(family: str) -> None:
+    """One sequence or more, one entry or more. A form is one graph: `fullgraph` raises at a break."""
+    assert start_compiled(family) == (4, 4, 4)

@@ -1,0 +1,57 @@
+"""The long tests of tests/model/exact/test_exact_gpu.py."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lpr import DecodeConfig, Engine
+from lpr.model.exact import check
+from tests.fakes.models import tiny_model
+from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
+from tests.model.exact.test_exact_gpu import DECODE, PARAMS, PROMPTS, ROOM
+from tests.model.exact.test_exact_gpu import (
+    test_replays_are_compared_with_direct_steps_at_every_height as check_replays,
+)
+
+
+def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
+    gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heights: set[int] = set()
+    multiply = nn.Linear.forward
+
+    def counted(self: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        heights.add(states.flatten(0, -2).shape[0])
+        return multiply(self, states)
+
+    model = tiny_model(spread=0.12).to(torch.bfloat16)
+    plain = Engine.from_model(
+        to_gpu(copy.deepcopy(model)), decode=DecodeConfig.autoregressive(max_batch_size=1), exact=True, graphs=False
+    )
+    assert plain.model.attention == "triton" and plain.model.exact
+    expected = [each.token_ids for each in plain.generate(PROMPTS, PARAMS)]
+    monkeypatch.setattr(nn.Linear, "forward", counted)
+    gpu.memory = ROOM
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, exact=True)
+    graphs = engine.model.graphs
+    assert graphs is not None and {shape.num_entries % 64 for shape in graphs.common_shapes(8)} == {0}
+    heights.clear()
+    done = engine.generate(PROMPTS, PARAMS)
+    assert [each.token_ids for each in done] == expected
+    assert sum(each.stats.num_steps for each in done) < 20, "drafts were accepted"
+    assert engine.model.graph_reason is None and gpu.num_replays
+    engine.model.capturer = None
+    engine.configure(engine.decode)
+    assert [each.token_ids for each in engine.generate(PROMPTS, PARAMS)] == expected
+    assert heights == {check.HEIGHT}
+
+
+@pytest.mark.parametrize("rows", [64, 256])
+def test_a_replay_that_rounds_otherwise_ends_graphs(
+    rows: int, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_replays(rows, gpu, monkeypatch)

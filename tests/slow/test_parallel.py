@@ -1,0 +1,118 @@
+"""The long tests of tests/model/test_parallel.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.model.test_parallel import (
+    COMPILED,
+    LARGE_MIB,
+    TREES,
+    check_compiled,
+    check_exact,
+    check_two_replicas,
+    folders,
+    launch,
+    models,
+)
+
+
+def test_exact_mode_gives_the_bits_of_plain_decoding_under_the_same_split(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    cases = {f"exact/{dtype}": {"model": str(folders["llama"]), "dtype": dtype} for dtype in ("float32", "bfloat16")}
+    done = launch(2, {"tp": 2, "cases": cases}, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for rank in range(2):
+        results = json.loads((tmp_path / f"out.{rank}").read_text())
+        for name, each in results.items():
+            assert "error" not in each, (name, each)
+            assert each["mesh"] == [1, 2]
+            assert each["shapes"]["model.layers.0.self_attn.q_proj.weight"] == [32, 64], "half of the heads"
+            for counts in each["found"].values():
+                assert counts["outputs_that_differ"] == counts["logits_that_differ"] == 0, (name, counts)
+                assert counts["logits_compared"] == 3 * 16 and counts["steps"] < 3 * 16
+
+
+def test_one_replica_of_two_ranks_and_the_command(
+    models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    cases = {
+        f"{name}/{backend}": {"model": str(folders[name]), "backend": backend}
+        for name, backend in [
+            ("llama", "deepspeed"), ("qwen2", "transformers"), ("qwen2", "deepspeed"), ("one_kv_head", "transformers"),
+            ("one_kv_head", "deepspeed"), ("opt", "transformers"), ("incomplete", "transformers"),
+        ]
+    }  # fmt: skip
+    for name, fault in COMPILED:
+        cases[f"compiled/{name}/{fault}"] = {"model": str(folders[name]), "fault": fault}
+    for backend in ("transformers", "deepspeed"):
+        cases[f"load/{backend}"] = {"model": str(folders["large"]), "backend": backend}
+    prompts, config = tmp_path / "in.jsonl", tmp_path / "run.toml"
+    prompts.write_text('{"prompt": "def add(a, b):"}\n{"prompt": "x = [1, 2, 3]"}\n')
+    config.write_text("mesh = { lp = 1, tp = 2 }\nmax_new_tokens = 12\nmax_length = 256\n")
+    files = ["--prompts", str(prompts), "--output", str(tmp_path / "out.jsonl")]
+    commands = [
+        ["--config", str(config), *files, "--json"],
+        ["--config", str(config), "--prompt", "import os", "--temperature", "0.8", "--json"],
+        ["--tp", "2", "--model", str(folders["llama"]), "--kv-tokens", "2000000000"],
+    ]  # one that fails, as rank 1 waits for 10 s after it
+    done = launch(2, {"tp": 2, "cases": cases, "commands": commands}, tmp_path)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
+    check_compiled(models, reports)
+    for name in ("load/transformers", "load/deepspeed"):
+        for found in [report.pop(name) for report in reports]:
+            assert found["own_mib"] < 0.55 * LARGE_MIB
+            assert found["peak_mib"] < 0.75 * LARGE_MIB, name
+    refused = {name: reports[0].pop(name).get("error", "") for name in list(cases)[4:7]}
+    assert "model-00002-of-" in refused["incomplete/transformers"]
+    assert refused["one_kv_head/deepspeed"].endswith("--tp 1 would, or --tp-backend transformers")
+    assert refused["opt/transformers"].endswith("plan for model type 'opt'; --tp-backend deepspeed does")
+    check_exact(reports[0], models, [1, 2])
+    assert reports[0]["one_kv_head/transformers"]["kv_heads"] == 1
+    both = [torch.tensor(reports[0][f"qwen2/{backend}"]["logits"]) for backend in ("transformers", "deepspeed")]
+    torch.testing.assert_close(*both, atol=1e-4, rtol=0)
+    # The command.
+    for rank in range(2):
+        assert json.loads((tmp_path / f"out.codes{rank}").read_text()) == [0, 0, 2]
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [len(row["token_ids"]) for row in rows] == [12, 12]
+    assert all(row["mesh"] == {"lp": 1, "tp": 2} and row["world_size"] == 2 for row in rows)
+    summary, shown = [json.loads(line) for line in done.stdout.splitlines()]
+    assert summary["mesh"] == {"lp": 1, "tp": 2} and shown["runs"][0]["equal"] is True
+    errors = [line for line in done.stderr.splitlines() if line.startswith("lpr.generate: error: ")]
+    assert len(errors) == 1 and "kv_tokens=2000000000: the K/V of 2000000000 tokens needs " in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_exact_mode_of_two_processes_gives_the_bits_of_one(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Trees that two processes share (gloo); a process with another number of threads, or other last bits, is found."""
+    model = str(folders["llama"])
+    cases = {f"ranks/{dtype}": {"model": model, "dtype": dtype} for dtype in ("float32", "bfloat16")}
+    cases["ranks/threads"] = {"model": model, "dtype": "bfloat16", "fault": "threads"}
+    cases["ranks/rounding"] = {"model": model, "dtype": "float32", "fault": "rounding"}
+    done = launch(2, {"tp": 1, "cases": cases}, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
+    for report in reports:
+        refused = report.pop("ranks/threads")["error"]
+        assert refused.startswith("InputError: rank 1 has another number of threads (exact mode needs one"), refused
+    assert reports[1].pop("ranks/rounding")["differ"] > 0 and reports[0].pop("ranks/rounding")["differ"] == 0
+    for name in reports[0]:
+        found = [report[name] for report in reports]
+        assert [each["mesh"] for each in found] == [[2, 1]] * 2
+        assert all(each["same_ids"] and each["differ"] == 0 and each["steps"] < 3 * 16 for each in found), found
+        chosen = [{tuple(key) for key in each["chosen_here"]} for each in found]
+        assert min(map(len, chosen)) > 5 and len(chosen[0] | chosen[1]) == 3 * 16, "both evaluate a part of the text"
+
+
+def test_two_replicas_of_two_ranks_and_every_kind_of_layer(
+    models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    check_two_replicas(models, folders, tmp_path, {"opt/deepspeed": ("opt", "deepspeed")}, (*TREES, "falcon_h1"))

@@ -1,0 +1,43 @@
+"""The long tests of tests/model/test_pretend_gpu.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from lpr import Engine
+from tests.fakes.models import tiny_model
+from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
+from tests.model.test_pretend_gpu import DECODE, GREEDY, expected, ids, model
+from tests.model.test_pretend_gpu import test_a_checkpoint as check_checkpoint
+from tests.model.test_pretend_gpu import test_families_give_the_cpus_ids as check_family
+
+
+def test_a_checkpoint_of_unknown_layers(
+    gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    check_checkpoint("unknown", gpu, model, expected, tmp_path, monkeypatch, caplog)
+
+
+@pytest.mark.parametrize(
+    "family, sizes",
+    [
+        ("gemma2", {"sliding_window": 9, "head_dim": 16}),
+        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
+    ],
+)
+def test_families_in_half_precision(family: str, sizes: dict[str, Any], gpu: PretendGpu) -> None:
+    model = tiny_model(family, spread=0.12, **sizes).bfloat16()
+    engine = Engine.from_model(to_gpu(model), decode=DECODE)
+    assert engine.model.attention == "triton"
+    assert all(len(each) == 16 for each in ids(engine, GREEDY))
+    assert engine.model.graph_reason is None and gpu.num_replays > 3
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])
+def test_more_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
+    check_family(family, gpu)

@@ -1,0 +1,9 @@
+"""The long tests of tests/project/test_style.py."""
+
+from __future__ import annotations
+
+from tests.project.test_style import test_tool as check_tool
+
+
+def test_types() -> None:
+    check_tool(["mypy"])

@@ -1,0 +1,92 @@
+"""The wheel, installed where there is no checkout and no compiler: the first command and the service run from it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fakes.paths import ROOT
+
+
+def run(command: Sequence[str | Path], folder: Path, environment: dict[str, str] | None = None) -> str:
+    """The standard output of a command that ends well."""
+    done = subprocess.run(
+        [*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str], Path]:
+    """The Python of an environment with the wheel, variables without a compiler on PATH, and an empty folder.
+
+    The wheel is built from the sdist. Its dependencies are those of the environment that runs the tests, which is a
+    folder on the path: its own lpr, an editable one, is not seen there.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    for kind, source in (("sdist", ROOT), ("wheel", folder / "unpacked")):
+        run([sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", folder / kind, source], folder)
+        if kind == "sdist":
+            with tarfile.open(next((folder / kind).glob("*.tar.gz"))) as archive:
+                archive.extractall(folder, filter="data")
+            next(folder.glob("lpr-*")).rename(folder / "unpacked")
+    (wheel,) = (folder / "wheel").glob("*.whl")
+    assert re.match(r"lpr-[\d.]+-cp3\d+-cp3\d+-linux", wheel.name), "the extension is in it"
+    home = folder / "environment"
+    venv.create(home, with_pip=True)
+    python = home / "bin" / "python"
+    run([python, "-m", "pip", "install", "--no-deps", "--no-index", wheel], folder)
+    (packages,) = (home / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LPR_"))}
+    environment = {**variables, "PATH": str(home / "bin"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    empty = folder / "empty"
+    empty.mkdir()
+    return python, environment, empty
+
+
+@pytest.mark.timeout(1800)
+def test_the_first_command_runs_from_the_wheel(fresh: tuple[Path, dict[str, str], Path]) -> None:
+    python, environment, folder = fresh
+    place = run(
+        [python, "-c", "import lpr, lpr.native; print(lpr.__file__, lpr.native.is_native)"], folder, environment
+    )
+    assert str(python.parent.parent) in place and place.split()[-1] == "True"
+    printed = run(
+        [python, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lpr.generate"], folder, environment
+    )
+    assert "tokens per step" in printed and "def " in printed
+
+
+@pytest.mark.timeout(1800)
+def test_the_service_runs_from_the_wheel(fresh: tuple[Path, dict[str, str], Path]) -> None:
+    python, environment, folder = fresh
+    process = subprocess.Popen(
+        [python, "-m", "lpr.serve", "--port", "0"], cwd=folder, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        lines = []
+        while (line := process.stdout.readline()) and "listening on" not in line:
+            lines.append(line)
+        url = line.split("listening on ")[1].split()[0]
+        body = {"prompt": "def add(a, b):\n", "max_tokens": 16, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"], lines
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+    assert process.returncode == 0
