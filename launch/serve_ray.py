@@ -33,10 +33,14 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lpr.dist.places import die_with_parent
 from lpr.fleet.affinity import routing_key
 from lpr.fleet.resume import Resumption
+from lpr.serve.api.middleware import Guard, Keys
+from lpr.serve.checks import read_json
+from lpr.serve.options import parse
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 LOAD_SECONDS = 3600.0
@@ -181,15 +185,48 @@ class Mesh:
             raise RuntimeError(f"the service has ended with code {self._process.returncode}")
 
 
+class Guarded(Response):
+    """The answer of a guarded application to the request that is being answered."""
+
+    def __init__(self, app: ASGIApp, receive: Receive) -> None:
+        """Let `app` answer; `receive` gives the request's body."""
+        super().__init__()
+        self._app, self._receive = app, receive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See Response."""
+        await self._app(scope, self._receive, send)
+
+
+async def check_body(scope: Scope, body: bytes, receive: Receive) -> None:
+    """Raise ApiError for what is no JSON, or too deep; beside the event loop."""
+    if body:
+        await asyncio.to_thread(read_json, body)
+
+
 class Front:
     """Forwards each request to the mesh that has its prefix."""
 
-    def __init__(self, meshes: DeploymentHandle) -> None:
-        """Forward to `meshes`."""
+    def __init__(self, meshes: DeploymentHandle, settings: Settings) -> None:
+        """Forward to `meshes` what lpr.serve would take with the flags of `settings`; raises InputError."""
         self._meshes = meshes
+        args = parse(shlex.split(settings.flags), quiet=True)
+        keys = Keys.read(args.api_key, args.api_key_file)
+        self._guard = Guard(self._answer, args, keys, "", None, check_body)
 
     async def __call__(self, request: Request) -> Response:
-        """Forward a request and its answer; 503 if no mesh begins to answer."""
+        """Forward a request and its answer; 503 if no mesh begins to answer.
+
+        What a mesh would refuse for its key, host, type or size is refused here: a mesh has no keys of its own if only
+        this process has LPR_API_KEY, and sees the host of this one.
+        """
+        return Guarded(self._guard, request.receive)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._forwarded(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _forwarded(self, request: Request) -> Response:
         body = await request.body()
         headers = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -254,7 +291,7 @@ def lost(failure: Exception) -> dict[str, Any]:
 
 def fields_of(body: bytes) -> dict[str, Any]:
     """The fields of a JSON object; {} for any other body."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(body)
         return found if isinstance(found, dict) else {}
     return {}
@@ -299,4 +336,4 @@ def app(settings: Settings) -> serve.Application:
     front = serve.deployment(
         Front, name="Front", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0.1}, num_replicas=1
     )
-    return front.bind(meshes.bind())
+    return front.bind(meshes.bind(), settings)

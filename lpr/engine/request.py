@@ -117,10 +117,11 @@ class Request:
         """Of steps since the last `collect`."""
         self._chunks: deque[Chunk] = deque()
         self._unwritten: list[Chunk] = []
-        for token in self.token_ids:
-            self.finish_reason = self.finish_reason or self.text_stream.push(token)
+        _, self.finish_reason = self.text_stream.extend(self.token_ids)
         self._num_characters = len(self.text_stream.take())
         """Of text in chunks so far, or delivered before."""
+        self._delivered = (self.num_output, self._num_characters)
+        """Tokens that were delivered before, and the characters of their text."""
         self._num_added = self.num_output
         """Tokens in chunks so far, or delivered before."""
         self._had_nan = False
@@ -240,9 +241,11 @@ class Request:
     @in_turn
     def resend(self, num_tokens: int) -> Chunk:
         """The output behind the first `num_tokens` tokens as one chunk, for a receiver of whole chunks."""
-        ids, known = self.token_ids[num_tokens:], self._new_stream()
-        known.extend(self.token_ids[:num_tokens])
-        at = len(known.take())  # the text that comes with these tokens, wherever steps ended
+        ids, (num_known, at) = self.token_ids[num_tokens:], self._delivered
+        if num_tokens != num_known:  # of a driver that was lost
+            known = self._new_stream()
+            known.extend(self.token_ids[:num_tokens])
+            at = len(known.take())  # the text that comes with these tokens, wherever steps ended
         chunk = Chunk(self.id, ids, self.text_stream.taken[at:], start=num_tokens, start_character=at)
         chunk.predicted = self.predicted
         if self.params.logprobs is not None:

@@ -49,7 +49,11 @@ class Resumption:
         prompt = fields.get("prompt")
         is_many = isinstance(prompt, list) and not (prompt and all(isinstance(each, int) for each in prompt))
         is_one = all(fields.get(name) in (None, 1) for name in ("n", "best_of"))
+        before = fields.get("delivered_token_ids") or []
+        is_wrong = not isinstance(before, list) or not all(type(each) is int for each in before)
         if path not in ROUTES or fields.get("stream") is not True or fields.get("echo") or is_many or not is_one:
+            return None
+        if is_wrong:  # the service says so
             return None
         return _BlockResumption(fields) if path in BLOCK_ROUTES else cls(fields)
 

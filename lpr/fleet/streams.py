@@ -28,6 +28,8 @@ QUEUE = 1024
 """Longest queue, in outputs. Above it, the oldest are dropped."""
 SEND_AT_ONCE = 64
 """Outputs per request to the store."""
+KEPT_SECONDS = 7 * 24 * 3600
+"""The store forgets a stream to which nothing was added for so long."""
 _WAIT = 0.5
 """Seconds after which an idle thread checks if it should end."""
 
@@ -67,7 +69,9 @@ class Sender:
             pipeline = self._store.pipeline(transaction=False)
             for each in taken:
                 pipeline.xadd(each.key, {FIELD: each.data}, maxlen=self._length, approximate=True)
-            answers = list(pipeline.execute(raise_on_error=False))
+            for key in {each.key for each in taken}:  # of a prompt's beginning there may be any number
+                pipeline.expire(key, KEPT_SECONDS)
+            answers = list(pipeline.execute(raise_on_error=False))[: len(taken)]
         except Exception:
             # The store may have them already: they are sent again, and readers drop doubles by their number.
             with self._news:

@@ -8,13 +8,16 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing, redirect_stderr
 from pathlib import Path
+from typing import TextIO, cast
 
 from lpr.config import InputError
 from lpr.dist.places import is_launched
 from lpr.serve.front import Front
 from lpr.serve.options import parse
 from lpr.serve.ranks import SOCKET, concealed
+from lpr.serve.stderr import Unblocking
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv += concealed()
         args = parse(argv)
         attached = Path(os.environ[SOCKET]) if SOCKET in os.environ else None
-        # Frozen, as a pass over all that is imported would stop the event loop for 50 ms, again and again.
-        return asyncio.run(Front(args, argv, attached, loaded=gc.freeze).run())
+        with closing(Unblocking(sys.stderr)) as written, redirect_stderr(cast(TextIO, written)):
+            # Frozen, as a pass over all that is imported would stop the event loop for 50 ms, again and again.
+            return asyncio.run(Front(args, argv, attached, loaded=gc.freeze).run())
     except InputError as failure:
         print(f"lpr.serve: error: {failure}", file=sys.stderr)
         return 2

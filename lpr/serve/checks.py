@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from functools import cache
 from itertools import chain
@@ -9,11 +10,15 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
+from lpr.fleet.affinity import prefix_keys
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
 from lpr.serve.bodies import completions, infill, messages, responses
+from lpr.serve.bodies.fields import Body
+from lpr.serve.bodies.packed import pack, unpack
 from lpr.serve.errors import ApiError, from_validation, too_long
-from lpr.serve.text.chat_template import ChatTemplates, render_prompt
+from lpr.serve.text.chat_template import ChatTemplates
+from lpr.serve.text.conversation import prompt_of
 
 
 class _Model(NamedTuple):
@@ -21,25 +26,33 @@ class _Model(NamedTuple):
 
     max_length: int
     templates: ChatTemplates
+    most_characters: int
 
 
 _model: _Model | None = None
 
 
 def prepare(
-    max_length: int, sources: dict[str, str], special_tokens: dict[str, str], fits: dict[str, Any] | None
-) -> None:
-    """Note the served model's longest sequence, in tokens, its chat templates and, once it is known, what they read."""
+    max_length: int, sources: dict[str, str], special_tokens: dict[str, str], most_characters: int,
+    fits: dict[str, Any] | None, grammars: tuple[str, int, list[int]] | None,
+) -> None:  # fmt: skip
+    """Note the served model's longest sequence, in tokens, its chat templates, and its longest prompt, in characters.
+
+    `fits` is what the templates read, once it is known. `grammars` is what lpr.serve.text.grammar_tasks are prepared
+    with; None if llguidance is not installed.
+    """
     global _model
-    _model = _Model(max_length, ChatTemplates(sources, special_tokens))
+    _model = _Model(max_length, ChatTemplates(sources, special_tokens), most_characters)
     if fits is not None:
         _model.templates.know(fits)
+    if grammars is not None:
+        _grammar_tasks().prepare(*grammars)
 
 
 def read_json(body: bytes) -> Any:
-    """The value of a body's JSON; raises ApiError."""
+    """The value of a body's JSON in UTF-8; raises ApiError."""
     try:
-        value = json.loads(body)
+        value = json.loads(body.decode())
     except json.JSONDecodeError as failure:
         raise _not_json(failure.msg) from None
     except UnicodeDecodeError:
@@ -59,22 +72,34 @@ def read_json(body: bytes) -> Any:
     return value
 
 
-def check_body(kind: str, body: bytes) -> None:
-    """Raise ApiError for a body that is not of `kind`, the name of a class of lpr.serve.bodies."""
+def check_body(kind: str, body: bytes, has_keys: bool) -> bytes:
+    """A body of `kind`, the name of a class of lpr.serve.bodies, checked and packed; raises ApiError.
+
+    A pair: of the body, or the body of a conversation without its messages, the chat that it asks for, likewise, the
+    prompt, and why there is none; and of the keys of the prefix, if a router asks for them.
+    """
     value = read_json(body)
     if _model is not None and isinstance(value, dict):
         _check_ids(value.get("prompt"), _model.max_length)
     try:
-        _adapter(kind).validate_python(value, from_attributes=True)  # as FastAPI calls it, so with the same messages
+        checked = _adapter(kind).validate_python(value, from_attributes=True)  # as FastAPI calls it: the same messages
     except ValidationError as failure:
         first = failure.errors(include_url=False, include_input=False)[0]
         raise from_validation(first) from None
+    keys = prefix_keys(value) if has_keys else []
+    del value
+    return _packed([_rendered(checked) or [checked, None, None, None], keys])
 
 
-def render(messages: list[dict[str, Any]], variables: dict[str, Any], most: int) -> str:
+def render(packed: bytes) -> str:
     """The prompt of a conversation, by the model's template; raises ApiError."""
     assert _model is not None, "tasks come after what they need"
-    return render_prompt(_model.templates, messages, variables, most)
+    return prompt_of(_model.templates, unpack(packed), _model.most_characters)
+
+
+def compile_grammar(kind: str, text: str) -> str:
+    """See lpr.serve.text.grammar_tasks."""
+    return str(_grammar_tasks().compile_grammar(kind, text))
 
 
 def learn() -> dict[str, Any]:
@@ -83,7 +108,46 @@ def learn() -> dict[str, Any]:
     return _model.templates.learnt()
 
 
-TASKS = {"check_body": check_body, "learn": learn, "render": render}
+TASKS = {"check_body": check_body, "learn": learn, "render": render, "compile_grammar": compile_grammar}
+
+
+def chat_of(body: Body) -> completions.ChatBody | completions.TokenizeBody | None:
+    """The chat that a validated body asks for; None for one without a conversation."""
+    if isinstance(body, messages.CountBody):
+        return messages.as_chat(body)
+    if isinstance(body, responses.ResponsesBody):
+        return responses.as_chat(body)
+    return body if isinstance(body, (completions.ChatBody, completions.TokenizeBody)) and body.messages else None
+
+
+def _rendered(body: Body) -> list[Any] | None:
+    """The first of what `check_body` returns, for a conversation; None for other bodies, and before a model is known.
+
+    The chat keeps the last message if its answer goes on from that.
+    """
+    if _model is None or not _model.templates.is_known or (chat := chat_of(body)) is None:
+        return None
+    text = refused = None
+    try:
+        text = prompt_of(_model.templates, chat, _model.most_characters)
+    except ApiError as failure:  # told where the front would have found it
+        refused = [failure.code.value, failure.message, failure.param]
+    kept = chat.messages[-1:] if chat.messages and chat.continue_final_message else []
+    setattr(body, "input" if isinstance(body, responses.ResponsesBody) else "messages", [])
+    chat.messages = kept
+    return [body, chat if chat is not body else None, text, refused]
+
+
+def _packed(value: Any) -> bytes:
+    try:
+        return pack(value)
+    except (OverflowError, RecursionError):
+        why = "a number has too many digits, or values are nested too deeply"
+        raise ApiError(ErrorCode.INVALID_VALUE, f"the body cannot be used: {why}") from None
+
+
+def _grammar_tasks() -> Any:
+    return importlib.import_module("lpr.serve.text.grammar_tasks")  # its package is optional
 
 
 def _not_json(why: str) -> ApiError:

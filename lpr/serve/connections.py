@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 else:
     _Base = asyncio.BufferedProtocol
 
-_READ = 16 << 10
-"""Bytes that one connection may bring in one turn of the event loop."""
+_READ, _READ_LITTLE = 16 << 10, 1 << 10
+"""Bytes that one connection may bring in one turn of the event loop: of a body, and of what may be small pieces."""
+GONE = "lpr.gone"
+"""Extension of a request's scope: a function that returns True if its client has gone."""
 _END_OF_HEAD = re.compile(rb"[^\r\n]\r?\n\r?\n")
 
 
@@ -60,14 +63,19 @@ class Connection(_Base):
         super().__init__(*args, **kwargs)
         self._port = port
         self._head = bytearray()
-        """The incomplete head."""
+        """The incomplete head, and what came with its end."""
+        self._head_size = 0
         self._besides = 0
         """Bytes since the head that were no body: a next request, or what surrounds the pieces of a body."""
+        self._body = self._framing = 0
+        """Bytes of the body so far, and of what surrounds its pieces."""
+        self.socket: socket.socket | None = None
         self._waits: Waits | None = Waits.HEAD
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go; small, so that one client cannot hold up the event loop."""
-        return self._buffer
+        is_little = self._is_between_requests or self._besides or self._is_in_pieces
+        return memoryview(self._buffer)[: _READ_LITTLE if is_little else _READ]
 
     def buffer_updated(self, nbytes: int) -> None:
         """`nbytes` were read."""
@@ -93,17 +101,39 @@ class Connection(_Base):
                 self.transport.close()
                 return
             super().data_received(data)
+            if not self._is_between_requests and self.cycle.more_body:
+                self._body = len(self.cycle.body)
+                self._framing = max(0, len(self._head) - self._head_size - self._body)
         else:
-            before = len(self.cycle.body)
+            before, is_body = len(self.cycle.body), self.cycle.more_body
             super().data_received(data)
-            self._besides = 0 if len(self.cycle.body) > before else self._besides + len(data)
+            grown = len(self.cycle.body) - before
+            self._besides = 0 if grown else self._besides + len(data)
+            if is_body:
+                self._body, self._framing = self._body + grown, self._framing + len(data) - grown
             if self._besides > limits.HEAD.most:
                 self.transport.abort()
+            elif self._is_in_pieces and self._framing > limits.FRAMING.most:
+                if not self.cycle.response_started:
+                    self.transport.write(answer(400, "the pieces of the body are too small"))
+                self.transport.close()
+        if not self._is_between_requests:  # the application asks before it works for a client that has gone
+            scope: Any = self.cycle.scope
+            scope["extensions"] = {GONE: self.is_gone}
         self.note()
+
+    def is_gone(self) -> bool:
+        """True if the client has closed the connection, which the event loop may not have seen yet."""
+        try:
+            return self.socket is not None and self.socket.recv(1, socket.MSG_PEEK) == b""
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
 
     def on_response_complete(self) -> None:
         """Wait for the next request. A body that was not read ends the connection."""
-        self._besides = 0
+        self._besides = self._body = self._framing = 0
         super().on_response_complete()
         if self._is_between_requests and self.cycle.more_body:
             self.transport.close()
@@ -124,6 +154,11 @@ class Connection(_Base):
         if self._head and not self.transport.is_closing():
             self.transport.write(answer(408, "the head of the request did not arrive in time"))
         self.transport.abort()
+
+    @property
+    def _is_in_pieces(self) -> bool:
+        """True if a body comes in pieces of fewer than some forty bytes: each is work for the event loop."""
+        return self._framing > self._body // 8
 
     @property
     def is_sending(self) -> bool:
@@ -167,7 +202,7 @@ class Connection(_Base):
         begin = max(0, len(self._head) - 4)
         self._head += data
         found = _END_OF_HEAD.search(self._head, begin)
-        size = found.end() if found else len(self._head)
+        size = self._head_size = found.end() if found else len(self._head)
         return size <= limits.HEAD.most and self._head.count(b"\n", 0, size) <= limits.HEADERS.most + 2
 
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 MOST_KEYS = 64
 """Keys whose drafts are read from other replicas at the start. Those of further keys are read at first use."""
+BACKLOG = 256
+"""Connections that wait to be accepted: behind more of them, a probe of /livez would wait too long."""
 
 
 class Front:
@@ -237,7 +239,7 @@ def _listen(host: str, port: int, needs_loopback: bool = False) -> socket.socket
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(address)
-        found.listen(1024)
+        found.listen(BACKLOG)
     except OSError as failure:
         found.close()
         raise InputError(f"cannot listen at {host}:{port}: {os.strerror(failure.errno or 0)}") from failure

@@ -111,6 +111,8 @@ class Generation:
         self._all = [*self.scored, *self.choices]
         self._by_id: dict[RequestId, Choice] = {choice.job.id: choice for choice in self._all}
         self._gone: asyncio.Task[None] | None = None
+        self.keeps_logprobs = True
+        """False for a stream, which shows each step's and needs them no more."""
 
     async def __aenter__(self) -> Generation:
         self._gone = asyncio.create_task(_disconnect(self._receive))
@@ -209,7 +211,8 @@ class Generation:
                 finish = "stop"
         choice.text += text
         choice.token_ids += chunk.token_ids
-        choice.logprobs += chunk.logprobs or []
+        if self.keeps_logprobs or choice.job.is_scoring:
+            choice.logprobs += chunk.logprobs or []
         choice.sources += chunk.sources or []
         choice.finish_reason = finish
         if chunk.failure is not None:

@@ -54,6 +54,8 @@ class Inbox:
     def __init__(self) -> None:
         """Begin empty."""
         self._chunks: deque[Chunk] = deque()
+        self.size = 0
+        """Bytes of these, about."""
         self._waiting: asyncio.Future[None] | None = None
         self._alarm = Alarm(self.wake)
 
@@ -64,11 +66,19 @@ class Inbox:
     def put(self, chunk: Chunk) -> None:
         """Add a chunk, and wake the task."""
         self._chunks.append(chunk)
+        self.size += _size(chunk)
         self.wake()
 
     def take(self) -> Chunk:
         """The oldest chunk; raises IndexError if there is none."""
-        return self._chunks.popleft()
+        chunk = self._chunks.popleft()
+        self.size -= _size(chunk)
+        return chunk
+
+    def clear(self) -> None:
+        """Drop all chunks."""
+        self._chunks.clear()
+        self.size = 0
 
     def wake(self) -> None:
         """Let `wait` return."""
@@ -89,3 +99,9 @@ class Inbox:
     def close(self) -> None:
         """Let go of the timer."""
         self._alarm.close()
+
+
+def _size(chunk: Chunk) -> int:
+    """Bytes of memory that a chunk takes, about: objects of Python are large."""
+    num_values = sum(1 + len(each.top) for each in chunk.logprobs or ())
+    return 512 + len(chunk.text) + 40 * len(chunk.token_ids) + 120 * num_values

@@ -33,6 +33,7 @@ HEAD_SECONDS = Limit("seconds until a connection's TLS handshake and head are co
 IDLE_SECONDS = Limit("seconds that a connection stays open between requests", 30, "closed")
 UNREAD_SECONDS = Limit("seconds that a client may leave its answer unread", 60, "closed")
 BODY_SECONDS = Limit("seconds until a body is complete", 30, "408")
+FRAMING = Limit("bytes around the chunks of a body, if they are more than an eighth of it", 2 << 10, "400")
 BODIES = Limit("bytes of all incomplete bodies", 128 << 20, "408 for the oldest")
 BODY = Limit("bytes of a body", 2 << 20, "413", "--max-body")
 CHOICES = Limit("`n`, `best_of` and prompts of one request", 128, "400")
@@ -52,6 +53,7 @@ TEMPLATE_VALUES = Limit("values in `chat_template_kwargs`, and in fields that ha
 CONTEXT = Limit("a prompt's characters per token of the context, in characters of the longest token", 1, "400")
 TOOLS = Limit("tools of a request", 512, "400")
 TOOL_VALUES = Limit("values in the schemas of a request's tools", 1 << 15, "400")
+CALL_VALUES = Limit("values in the arguments of a call that a conversation holds", 1 << 15, "400")
 GRAMMAR = Limit("characters of a grammar or a JSON schema", 1 << 17, "400")
 REGEX = Limit("characters of a regular expression", 1 << 16, "400")
 RULES = Limit("rules of a grammar", 4096, "400")
@@ -60,14 +62,20 @@ GRAMMAR_TIME = Limit("milliseconds of CPU time that a grammar takes to compile",
 GRAMMAR_MEMORY = Limit("MiB that a grammar takes to compile", 256, "400")
 BODY_TIME = Limit("milliseconds of CPU time to check a body or to render a conversation", 2000, "400")
 BODY_MEMORY = Limit("MiB to check a body or to render a conversation", 512, "400")
-ASIDE = Limit("requests that wait for one of the checks beside the event loop", 64, "429")
+PROCESSES = Limit("bodies, conversations and grammars that are worked on at once, all but one of one key", 3, "waits")
+ASIDE = Limit("requests that wait for checks beside the event loop; half of them of one key", 64, "429 for that key")
+ASIDE_BYTES = Limit("bytes of these requests, likewise", 64 << 20, "429 for that key")
 QUEUE = Limit("requests that wait for a slot", 256, "429", "--max-queue")
 QUEUED_TOKENS = Limit("prompt tokens of waiting requests", 1_000_000, "429", "--max-queued-tokens")
 KEY_REQUESTS = Limit("open requests of one key; 0: half of the room if there are several keys", 0, "429",
                      "--max-requests-per-key")  # fmt: skip
 KEY_TOKENS = Limit("prompt tokens of one key's waiting requests; 0: likewise, of --max-queued-tokens", 0, "429",
                    "--max-tokens-per-key")  # fmt: skip
+LOGPROBS = Limit("log-probabilities of an answer: tokens x (1 + those of others), echoed ones too", 1 << 19, "400")
+UNREAD = Limit("bytes of all streams that their clients leave unread", 64 << 20, "the longest ends")
 DELIVERED = Limit("ids of `delivered_token_ids`", 1 << 18, "400")
+LOG = Limit("writes to stderr that wait for its reader", 1024, "dropped")
+LOGGED_PATH = Limit("characters of a path in the access log", 200, "cut off")
 PRIORITY = Limit("`priority`, either way", MOST_PRIORITY, "clamped")
 
 

@@ -130,6 +130,7 @@ class Port:
     def _begin(self, accepted: socket.socket) -> None:
         """Open a connection. It waits at once: further ones may be accepted before its task runs."""
         connection = self._make()
+        connection.socket = accepted
         self._open.add(connection)
         self.wait(connection, Waits.HEAD)
         task = self._handshakes[connection] = self._loop.create_task(self._connect(connection, accepted))

@@ -36,6 +36,7 @@ class Routes:
         metrics = Metrics(service, args.names[0])
         self.context = Context(service, metrics, args.request_timeout, args.share_drafts)
         self.context.pad_stream, self.context.stream_interval = args.pad_stream, args.stream_interval / 1e3
+        self.context.names_prefix = args.fleet.replica_name is not None or args.fleet.draft_store is not None
         if args.otlp is not None:
             from lpr.serve.telemetry import tracer
 

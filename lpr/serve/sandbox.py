@@ -1,4 +1,8 @@
-"""A disposable process for work that a client can make slow, large or deep: the service's side (see sandboxed)."""
+"""Disposable processes for work that a client can make slow, large or deep: the service's side (see sandboxed).
+
+Pools of processes that packages offer (pebble, loky, concurrent.futures) unpickle what comes from their workers, which
+have read what clients sent; limits of CPU time and memory per task, and queues that are fair to keys, they have not.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,10 +21,13 @@ import msgspec
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
 from lpr.serve.errors import ApiError
-from lpr.serve.sandboxed import PREPARE, Result, Task, frame, patience
+from lpr.serve.sandboxed import PATIENCE, PREPARE, Result, Task, frame, patience
+from lpr.serve.turns import Turns
 
 START_SECONDS = 60.0
-"""Time for the process to start, and to prepare."""
+"""Time for a process to start, and to prepare."""
+SPARE_SECONDS = 2.0
+"""Time that a process has, beyond that of a task, to tell of its end."""
 _KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 """Variables that the process gets: no keys."""
 _SINGLE = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -30,53 +38,90 @@ class ExhaustedError(Exception):
     """The work needs more time, memory or stack than it gets; the message ends a sentence: "it needs ..."."""
 
 
-def sandbox(module: str, time: limits.Limit, memory: limits.Limit) -> Sandbox:
+def sandbox(
+    module: str, time: limits.Limit, memory: limits.Limit, size: int = 1, weights: Mapping[str, float] | None = None
+) -> Sandbox:
     """A Sandbox with these limits."""
-    return Sandbox(module, time.most / 1000, memory.most << 20)
+    return Sandbox(module, time.most / 1000, memory.most << 20, size, weights)
 
 
 class Sandbox:
-    """A process that does one task at a time, started again if it ends. Not for use from several event loops."""
+    """A few processes that do one task each at a time, started again if they end. Not for several event loops."""
 
-    def __init__(self, module: str, seconds: float, memory: int) -> None:
-        """Do the tasks of `module` with `seconds` of CPU time and `memory` bytes each."""
-        self._command = [sys.executable, "-m", "lpr.serve.sandboxed", module, str(seconds), str(memory)]
-        self._patience = 2 * patience(seconds)  # its own, and what is left of the one before
+    def __init__(
+        self, module: str, seconds: float, memory: int, size: int = 1, weights: Mapping[str, float] | None = None
+    ) -> None:
+        """Do the tasks of `module` with `seconds` of CPU time and `memory` bytes each, in `size` processes.
+
+        `weights` are the shares of keys in them.
+        """
+        self._within = (seconds, memory)
+        self._workers = [_Worker(module) for _ in range(size)]
+        self._idle = list(self._workers)
+        self._turns = Turns(size, weights if weights is not None else {})
+
+    @property
+    def num_waiting(self) -> int:
+        """Tasks that wait or run."""
+        return len(self._turns)
+
+    def prepare(self, *args: Any) -> None:
+        """Give the processes, and each that takes a place of theirs, what their tasks need."""
+        for each in self._workers:
+            each.prepare(args)
+
+    async def start(self) -> None:
+        """Start the processes now, so that the first tasks need not wait. The tasks try again if that fails."""
+        await asyncio.gather(*(each.start() for each in self._workers))
+
+    async def run(
+        self, name: str, *args: Any, key: str = "", size: int = 0, within: tuple[float, int] | None = None
+    ) -> Any:
+        """Do a task of a client with `key`, about `size` bytes large; it keeps its turn though its caller is cancelled.
+
+        Raises the ApiError that it raises, one if too many tasks wait, and ExhaustedError. `within` are other limits.
+        """
+
+        async def work() -> Any:
+            worker = self._idle.pop()
+            try:
+                return await worker.ask(name, list(args), *(within or self._within))
+            finally:
+                self._idle.append(worker)
+
+        return await self._turns.run(key, size, work)
+
+    async def close(self) -> None:
+        """End the processes."""
+        await asyncio.gather(*(each.close() for each in self._workers))
+
+
+class _Worker:
+    """One process."""
+
+    def __init__(self, module: str) -> None:
+        self._command = [sys.executable, "-m", "lpr.serve.sandboxed", module]
         self._prepared: list[Any] | None = None
         self._process: Process | None = None
         self._is_prepared = False
-        self._length: int | None = None
-        """Bytes of the next result, once they are known: who waits for it may be cancelled between the two."""
         self._numbers = itertools.count()
         self._turn = asyncio.Lock()
         self._decoder = msgspec.msgpack.Decoder(Result)
-        self.num_waiting = 0
-        """Tasks that wait or run."""
 
-    def prepare(self, *args: Any) -> None:
-        """Give the process, and each that takes its place, what its tasks need."""
+    def prepare(self, args: Sequence[Any]) -> None:
         self._prepared, self._is_prepared = list(args), False
 
     async def start(self) -> None:
-        """Start the process now, so that the first task need not wait for it. The task tries again if that fails."""
         with contextlib.suppress(ApiError, OSError):
             async with self._turn:
                 await self._ready()
 
-    async def run(self, name: str, *args: Any) -> Any:
-        """Do a task. Raises the ApiError that it raises, one if too many tasks wait, and ExhaustedError."""
-        if self.num_waiting >= limits.ASIDE.most:
-            raise ApiError(ErrorCode.OVERLOADED, "too many large requests wait to be checked", retry_after=1)
-        self.num_waiting += 1
-        try:
-            async with self._turn:
-                process = await self._ready()
-                return await self._ask(process, name, list(args), self._patience)
-        finally:
-            self.num_waiting -= 1
+    async def ask(self, name: str, args: list[Any], seconds: float, memory: int) -> Any:
+        async with self._turn:
+            process = await self._ready()
+            return await self._ask(process, Task(next(self._numbers), name, args, seconds, memory))
 
     async def close(self) -> None:
-        """End the process."""
         process, self._process = self._process, None
         if process is not None:
             await _end(process)
@@ -88,25 +133,27 @@ class Sandbox:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=PIPE, stdout=PIPE, env=kept | _SINGLE, start_new_session=True, limit=1 << 24
             )
-            self._is_prepared, self._length = False, None
-        if self._prepared is not None and not self._is_prepared:
-            await self._ask(self._process, PREPARE, self._prepared, START_SECONDS)
-            self._is_prepared = True
+            self._is_prepared = False
+        while (prepared := self._prepared) is not None and not self._is_prepared:
+            await self._ask(self._process, Task(next(self._numbers), PREPARE, prepared, START_SECONDS / PATIENCE))
+            self._is_prepared = prepared is self._prepared  # else it got other ones meanwhile
         return self._process
 
-    async def _ask(self, process: Process, name: str, args: list[Any], seconds: float) -> Any:
-        task = Task(next(self._numbers), name, args)
+    async def _ask(self, process: Process, task: Task) -> Any:
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(patience(task.seconds) + SPARE_SECONDS):
                 result = await self._exchange(process, task)
         except (TimeoutError, OSError, EOFError) as failure:  # the machine is overloaded, or has ended it
             await _end(process)
             raise ApiError(ErrorCode.OVERLOADED, "the request could not be checked now", retry_after=1) from failure
+        except asyncio.CancelledError:  # its result would be taken for the next one's
+            await _end(process)
+            raise
         if result.refused is not None:
             code, message, param = result.refused
             raise ApiError(ErrorCode(code), message, param)
         if result.is_bug:
-            raise RuntimeError(f"{name} failed in its sandbox: {result.ended}")
+            raise RuntimeError(f"{task.name} failed in its sandbox: {result.ended}")
         if result.ended is not None:
             raise ExhaustedError(result.ended)
         return result.value
@@ -115,13 +162,11 @@ class Sandbox:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(frame(task))
         await process.stdin.drain()
-        while True:
-            if self._length is None:
-                (self._length,) = struct.unpack(">I", await process.stdout.readexactly(4))
-            body, self._length = await process.stdout.readexactly(self._length), None
-            result = self._decoder.decode(body)
-            if result.number == task.number:  # others are of tasks whose clients have gone
-                return result
+        (length,) = struct.unpack(">I", await process.stdout.readexactly(4))
+        result = self._decoder.decode(await process.stdout.readexactly(length))
+        if result.number != task.number:
+            raise EOFError("a result of another task")
+        return result
 
 
 async def _end(process: Process) -> None:

@@ -1,15 +1,18 @@
 """The process of a sandbox: does work that a client can make slow, large or deep, each piece in a fork of its own.
 
-Started as `python -m lpr.serve.sandboxed MODULE SECONDS BYTES`, by lpr.serve.sandbox. Tasks arrive on standard input,
-results leave on standard output: structs in msgpack, each preceded by its length. A task names a function of MODULE's
-`TASKS`. Its fork has SECONDS of CPU time, BYTES of memory beyond what it starts with, and a quarter of the usual stack,
-so code that recurses on what a client sent fails here and not in the service. `prepare` is called in this process
-itself, with what all later forks need.
+Started as `python -m lpr.serve.sandboxed MODULE`, by lpr.serve.sandbox. Tasks arrive on standard input, results leave
+on standard output: structs in msgpack, each preceded by its length. A task names a function of MODULE's `TASKS`, and
+the CPU time and memory of its fork, which has a quarter of the usual stack, so code that recurses on what a client sent
+fails here and not in the service. `prepare` is called in this process itself, with what all later forks need.
+
+Linux gives the process no new privileges, and where it lets users make namespaces, no network. Its forks can write no
+files and, unless they are root's, start no processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -32,17 +35,25 @@ STACK = 2 << 20
 """Bytes of stack. The ranks' main threads have 8 MiB, unless the system's own limit is lower."""
 PATIENCE, LEAST_PATIENCE = 10, 5.0
 """Seconds that a task may take, on a busy machine, per second of CPU time, and at least."""
+FILES = 64
+"""Files that a fork may have open."""
+NICE = 5
+"""How far the processes stand behind the service, which answers others meanwhile."""
+LONGEST_TRACE = 4000
+"""Characters of a bug's traceback that are told."""
 PREPARE = "prepare"
 """Name of the task that is not done in a fork."""
 TOO_DEEP, TOO_LARGE, TOO_LATE = "more depth than there is stack", "more memory than it may use", "more time than it may"
 
 
 class Task(msgspec.Struct, array_like=True):
-    """A function of the module, and its arguments."""
+    """A function of the module, its arguments, and its limits: seconds of CPU time, and bytes of memory."""
 
     number: int
     name: str
     args: list[Any]
+    seconds: float
+    memory: int = 0
 
 
 class Result(msgspec.Struct, array_like=True):
@@ -65,8 +76,9 @@ def frame(message: Task | Result) -> bytes:
 
 def main(argv: list[str]) -> None:
     """Do tasks until the service hangs up."""
-    die_with_parent()
-    module, seconds, memory = importlib.import_module(argv[0]), float(argv[1]), int(argv[2])
+    _confine()
+    die_with_parent()  # after the above, which forgets it
+    module = importlib.import_module(argv[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     usual = soft if soft != resource.RLIM_INFINITY else 4 * STACK
     resource.setrlimit(resource.RLIMIT_STACK, (min(STACK, usual // 4), hard))
@@ -80,7 +92,7 @@ def main(argv: list[str]) -> None:
             gc.freeze()  # so that no fork copies what all share
             reply = frame(Result(task.number))
         else:
-            reply = _forked(task, module.TASKS, seconds, memory)
+            reply = _forked(task, module.TASKS)
         sys.stdout.buffer.write(reply)
         sys.stdout.buffer.flush()
 
@@ -90,22 +102,31 @@ def patience(seconds: float) -> float:
     return max(LEAST_PATIENCE, PATIENCE * seconds)
 
 
-def _forked(task: Task, functions: Mapping[str, Any], seconds: float, memory: int) -> bytes:
+def _confine() -> None:
+    """Give up what no task needs."""
+    os.nice(NICE)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+        libc.unshare(0x10000000 | 0x40000000)  # CLONE_NEWUSER | CLONE_NEWNET; some systems refuse it
+
+
+def _forked(task: Task, functions: Mapping[str, Any]) -> bytes:
     """Do a task in a fork; returns its result as a frame."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         os.close(reader)
-        _work(task, functions, seconds, memory, writer)
+        _work(task, functions, writer)
     os.close(writer)
-    found = _read(reader, time.monotonic() + patience(seconds))
+    found = _read(reader, time.monotonic() + patience(task.seconds))
     os.close(reader)
     if found is None:
         os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if found is not None and status == 0:
         return found
-    reasons = {-signal.SIGPROF: f"more than {seconds:g} s", -signal.SIGSEGV: TOO_DEEP, -signal.SIGBUS: TOO_DEEP}
+    reasons = {-signal.SIGPROF: f"more than {task.seconds:g} s", -signal.SIGSEGV: TOO_DEEP, -signal.SIGBUS: TOO_DEEP}
     return frame(Result(task.number, ended=TOO_LATE if found is None else reasons.get(status, TOO_LARGE)))
 
 
@@ -120,15 +141,17 @@ def _read(pipe: int, end: float) -> bytes | None:
     return None
 
 
-def _work(task: Task, functions: Mapping[str, Any], seconds: float, memory: int, writer: int) -> NoReturn:
+def _work(task: Task, functions: Mapping[str, Any], writer: int) -> NoReturn:
     """In a fork: do a task under limits, write its result to `writer`, and end."""
     code = 1
     try:
         die_with_parent()
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, whatever code runs
+        signal.setitimer(signal.ITIMER_PROF, task.seconds)  # its signal ends the process, whatever code runs
+        for kind, most in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, FILES)):
+            resource.setrlimit(kind, (most, most))
         with contextlib.suppress(OSError, ValueError):  # Linux only
             with open("/proc/self/statm", encoding="ascii") as file:
-                memory += int(file.read().split()[0]) * resource.getpagesize()
+                memory = task.memory + int(file.read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         with os.fdopen(writer, "wb") as output:
             output.write(frame(_result(task, functions)))
@@ -146,9 +169,8 @@ def _result(task: Task, functions: Mapping[str, Any]) -> Result:
         return Result(task.number, ended=TOO_DEEP)
     except (MemoryError, OverflowError):
         return Result(task.number, ended=TOO_LARGE)
-    except BaseException as failure:  # a panic of Rust is no Exception
-        traceback.print_exc()
-        return Result(task.number, ended=type(failure).__name__, is_bug=True)
+    except BaseException:  # a panic of Rust is no Exception
+        return Result(task.number, ended=traceback.format_exc()[-LONGEST_TRACE:], is_bug=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Submit
+from lpr.serve import limits
 from lpr.serve.errors import ApiError
 from lpr.serve.inbox import Inbox
 from lpr.serve.jobs import Job, Jobs, Terms, Wanted, acquit, blame
@@ -305,8 +306,22 @@ class Service:
         job.num_characters += len(chunk.text)
         if chunk.token_ids or chunk.text or chunk.finish_reason is not None:
             job.inbox.put(chunk)
-        if chunk.finish_reason is not None:
+            if job.inbox.size > limits.UNREAD.most // 256:
+                self._bound_unread()
+        if chunk.finish_reason is not None and job in self._jobs:
             self._end(job, chunk)
+
+    def _bound_unread(self) -> None:
+        """End what its client reads least of, if clients leave too much unread."""
+        sizes = {job.inbox: job.inbox.size for job in self._jobs}
+        while sum(sizes.values()) > limits.UNREAD.most:
+            longest = max(sizes, key=lambda each: sizes[each])
+            del sizes[longest]
+            longest.clear()
+            for job in self._jobs:
+                if job.inbox is longest:
+                    self._send(Abort(job.id))
+                    self._fail(job, Failure(ErrorCode.TIMEOUT, "the client does not read the answer"))
 
     def _end_as_stopped(self, job: Job) -> None:
         """End a complete job whose usage is lost."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from functools import cache
 from itertools import chain
 
@@ -17,7 +18,7 @@ from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 import lpr.engine.text
 from lpr.config import InputError, SamplingParams
-from lpr.engine.text import CONTEXT, REPLACEMENT, IncrementalDecoder, TextStream, Vocabulary
+from lpr.engine.text import CONTEXT, REPLACEMENT, IncrementalDecoder, StopSearch, TextStream, Vocabulary
 
 LINES = [
     "def f(x):\n    return x + 1\n",
@@ -475,6 +476,53 @@ def test_the_work_per_token_does_not_grow(name, kind, monkeypatch):
     assert len(sizes) <= 1.2 * len(tokens) + 2
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_stops_are_found_where_a_search_from_the_start_finds_them(seed):
+    dice = random.Random(seed)
+    for _ in range(100):
+        stops = ["".join(dice.choices("ab", k=dice.randrange(1, 9))) for _ in range(dice.randrange(1, 5))]
+        search, text = StopSearch(stops), ""
+        for _ in range(20):
+            final, pending = ("".join(dice.choices("ab", k=dice.randrange(4))) for _ in range(2))
+            whole = text + final + pending
+            starts = [(at, stop) for stop in stops if (at := whole.find(stop)) >= 0]
+            found = search.find(final, pending)
+            shown = None if found is None else (found[0] + len(text), found[1])
+            assert shown == min(starts, key=lambda each: each[0], default=None)
+            text += final
+            if found is not None:
+                break
+            held = (size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size]))
+            assert search.num_possible == max(held)
+
+
+def test_long_stops_that_almost_match_cost_little():
+    """Each of 2,000 tokens extends or shifts sixteen stops of 1,023 characters: 200 times the work before."""
+    tokenizer = byte_level()
+    tokens = text_tokens(tokenizer, "a") * 2000
+
+    def seconds(stops):
+        stream = TextStream(tokenizer, [5], SamplingParams(max_new_tokens=9000, stop=stops), frozenset())
+        began = time.thread_time()
+        stream.extend(tokens)
+        return time.thread_time() - began
+
+    short = min(seconds(("b",)) for _ in range(3))
+    assert min(seconds(tuple("a" * 1022 + end for end in "bcdefghijklmnopq")) for _ in range(3)) < 20 * short
+
+
+def test_a_run_of_bytes_is_searched_once():
+    """Llama-2's bytes are pending until their run ends: the search goes on where it stopped."""
+    read = []
+    search = StopSearch(["ab"])
+    for size in range(1, 300):
+        read.append(len(search._ahead[0]))
+        assert search.find("", "b" * size) is None
+    assert read == list(range(299))
+    assert search.find("", "b" * 299 + "ab") == (299, "ab")
+    assert search.find("a", "b") == (0, "ab")
+
+
 def test_the_vocabulary_is_read_once_per_tokenizer():
     tokenizer = tokenizer_named("byte_fallback")
     assert Vocabulary.of(tokenizer) is Vocabulary.of(tokenizer)
@@ -506,8 +554,8 @@ def test_the_scripted_cases_pass():
     [
         (lpr.engine.text, "MAX_UNFINISHED", 0),
         (lpr.engine.text, "CONTEXT", 1),
-        (lpr.engine.text, "num_possible", lambda stops, text: 0),
-        (lpr.engine.text, "find_stop", lambda stops, text: (None, None)),
+        (StopSearch, "num_possible", 0),
+        (StopSearch, "find", lambda self, final, pending: None),
         (lpr.engine.text, "REPLACEMENT", ""),
         (IncrementalDecoder, "readable", ""),
     ],

@@ -207,7 +207,7 @@ def test_a_full_queue_drops_the_oldest():
     from lpr.fleet import streams
 
     counts = DraftCounts()
-    sent = []
+    sent, expiring = [], []
 
     class Store:
         def pipeline(self, transaction):
@@ -216,8 +216,11 @@ def test_a_full_queue_drops_the_oldest():
         def xadd(self, key, fields, maxlen, approximate):
             sent.append((key, entries.decode(fields[entries.FIELD]).token_ids().tolist()[-1], maxlen))
 
+        def expire(self, key, seconds):
+            expiring.append((key, seconds))
+
         def execute(self, raise_on_error):
-            return [b"1-0"] * len(sent[-streams.SEND_AT_ONCE :])
+            return [b"1-0"] * len(sent[-streams.SEND_AT_ONCE :]) + [1]
 
     queue = streams.Sender(Store(), b"o" * 8, 77, counts)
     for number in range(streams.QUEUE + 5):
@@ -225,6 +228,7 @@ def test_a_full_queue_drops_the_oldest():
     assert counts.unsent == 5 and counts.send_queue == streams.QUEUE
     queue.work()
     assert sent[0] == ("key", 5, 77) and counts.sent == streams.SEND_AT_ONCE
+    assert expiring == [("key", streams.KEPT_SECONDS)]
 
 
 @HAS_CLIENT

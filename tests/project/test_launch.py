@@ -243,7 +243,8 @@ def test_prometheus_and_grafana_find_each_other() -> None:
     services = composed()["services"]
     (scraped,) = documents(LAUNCH / "monitoring/prometheus.yaml")[0]["scrape_configs"]
     (found,) = scraped["dns_sd_configs"]
-    assert found["names"] == ["lpr"] and found["port"] == services["lpr"]["ports"][0]["target"]
+    assert found["names"] == ["lpr"] and f"--metrics-port {found['port']}" in services["lpr"]["command"]
+    assert f":{found['port']}/readyz" in services["lpr"]["healthcheck"]["test"][-1], "no client fills this port"
     (source,) = documents(LAUNCH / "monitoring/datasources.yaml")[0]["datasources"]
     assert source["url"] == "http://prometheus:9090" and services["prometheus"]["ports"][0].endswith(":9090")
     (provider,) = documents(LAUNCH / "monitoring/dashboards.yaml")[0]["providers"]
@@ -394,8 +395,9 @@ def test_pods_load_as_long_as_they_may_and_end_as_they_should(name: str) -> None
     start, live, ready = (box[f"{each}Probe"] for each in ("startup", "liveness", "readiness"))
     assert start["periodSeconds"] * start["failureThreshold"] >= args.load_timeout
     assert [each["httpGet"]["path"] for each in (start, live, ready)] == ["/readyz", "/livez", "/readyz"]
-    (port,) = box["ports"]
-    assert port["containerPort"] == args.port and {each["httpGet"]["port"] for each in (start, live, ready)} == {"http"}
+    ports = {each["name"]: each["containerPort"] for each in box["ports"]}
+    assert ports == {"http": args.port, "metrics": args.metrics_port}
+    assert {each["httpGet"]["port"] for each in (start, live, ready)} == {"metrics"}, "no client fills this port"
     away = box["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert away >= ready["periodSeconds"] * ready["failureThreshold"], "routers have noticed by then"
     assert pod["terminationGracePeriodSeconds"] >= away + args.shutdown_timeout + 10

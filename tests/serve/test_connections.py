@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from lpr.serve import limits, port
-from lpr.serve.connections import KINDS, SECONDS, Connection, Waits
+from lpr.serve.connections import GONE, KINDS, SECONDS, Connection, Waits
 from lpr.serve.port import Port
 from tests.fakes.fake_driver import wait_for
 
@@ -26,16 +26,20 @@ pytestmark = pytest.mark.parametrize("kind", sorted(KINDS))
 
 
 class App:
-    """Answers "ok"; /body only after the body; /hold not before `release`; /big with 8 MB in pieces."""
+    """Answers "ok"; /body only after the body; /hold not before `release`; /big with 8 MB in pieces; /gone late."""
 
     def __init__(self):
         self.release = threading.Event()
         self.calls = 0
         self.gone = 0
         self.bytes_read = 0
+        self.saw_gone = []
 
     async def __call__(self, scope, receive, send):
         self.calls += 1
+        if scope["path"] == "/gone":
+            time.sleep(0.2)  # the loop stands still
+            self.saw_gone.append(scope["extensions"][GONE]())
         more = scope["path"] == "/body"
         while more:
             message = await receive()
@@ -317,11 +321,48 @@ def test_what_comes_besides_a_request_is_limited(kind):
         early.sendall((GET % b"hold") + b"GET / HTTP/1.1\r\n")
         trailing.sendall(b"POST /body HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n")
         wait_for(lambda: service.app.calls == 2)
-        for link in (early, trailing):
-            link.settimeout(0.5)
-            with pytest.raises(OSError):  # it is closed, or nobody reads it
-                for _ in range(400):
-                    link.sendall((b"A: " + b"b" * 1000 + b"\r\n") * 64)
+        early.settimeout(0.5)
+        with pytest.raises(OSError):  # it is closed, or nobody reads it
+            for _ in range(400):
+                early.sendall((b"A: " + b"b" * 1000 + b"\r\n") * 64)
+        trailing.sendall((b"A: " + b"b" * 1000 + b"\r\n") * 6)
+        assert read(trailing)[0] == 400 and trailing.recv(1) == b""
+
+
+CHUNKED = b"POST /body HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("size, expected", [(1, 400), (16, 400), (64, 200), (4096, 200)])
+def test_a_body_in_small_pieces_is_refused_and_read_little_at_a_time(kind, size, expected, monkeypatch):
+    """10,000 chunks of one byte cost the event loop half a second with h11."""
+    turns = []
+    received = Connection.data_received
+
+    def counting(self, data):
+        turns.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", counting)
+    with running(kind) as service:
+        link = service.connect()
+        chunk = b"%x\r\n" % size + b"x" * size + b"\r\n"
+        with contextlib.suppress(OSError):
+            link.sendall(CHUNKED + chunk * 2000 + b"0\r\n\r\n")
+        status, body = read(link)
+        assert status == expected and (status == 200 or b"pieces" in body)
+        if size == 1:
+            assert max(turns) <= 1 << 10 and sum(turns) < 40_000
+
+
+def test_a_client_that_has_gone_is_seen_before_it_is_worked_for(kind):
+    """Its end is in the socket, though the event loop has not read it yet."""
+    with running(kind) as service:
+        assert service.ask(b"gone") == (200, b"ok")
+        leaving = service.connect()
+        leaving.sendall(GET % b"gone")
+        leaving.close()
+        wait_for(lambda: len(service.app.saw_gone) == 2)
+        assert service.app.saw_gone == [False, True]
 
 
 def test_an_answer_before_the_end_of_the_body_arrives(kind, impatient):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
 import resource
 import socket
@@ -13,11 +14,15 @@ import httpx
 import pytest
 
 from lpr.engine.waiting import MOST_PRIORITY, Waiting
+from lpr.protocol import Chunk
 from lpr.serve import limits
 from lpr.serve.api import middleware
 from lpr.serve.bodies.completions import ResponseFormat
 from lpr.serve.connections import KINDS, SECONDS, Waits
 from lpr.serve.errors import ApiError
+from lpr.serve.sandbox import sandbox
+from lpr.serve.stderr import Unblocking
+from lpr.serve.text import conversation
 from lpr.serve.text.grammars import Grammars
 from tests.fakes.fake_driver import facts, served, wait_for
 from tests.fakes.serving import SMALL, serving
@@ -290,6 +295,23 @@ def test_choices(service):
     assert "--max-queue" in complete(service, 400, prompt=["a"] * limits.CHOICES.most, n=limits.CHOICES.most)
 
 
+@pytest.mark.parametrize(
+    "path, fields",
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 10**4299}),
+        ("/v1/completions", {"prompt": "a", "min_tokens": 10**4299}),
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 5e-324}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 10**4299}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "id_slot": 10**4299}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b", "id_slot": 2**70}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b", "n_predict": 2**70}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b", "repeat_penalty": 5e-324}),
+    ],
+)
+def test_numbers_that_nothing_can_be_made_of_are_refused(service, path, fields):
+    post(service, path, fields, 400, next(reversed(fields)))
+
+
 def test_stops(service):
     complete(service, 200, stop=["x"] * limits.STOPS.most)
     complete(service, 400, stop=["x"] * (limits.STOPS.most + 1))
@@ -470,12 +492,16 @@ LARGE = "\n".join(
 )
 
 
+def compiler():
+    return sandbox("lpr.serve.text.grammar_tasks", limits.GRAMMAR_TIME, limits.GRAMMAR_MEMORY)
+
+
 def why_refused(**changed):
     """Why a large grammar is refused under other limits."""
     with pytest.MonkeyPatch.context() as patch:
         for name, most in changed.items():
             patch.setattr(limits, name, getattr(limits, name)._replace(most=most))
-        grammars = Grammars()
+        grammars = Grammars(compiler())
 
     async def compiled():
         try:
@@ -528,6 +554,117 @@ def test_aside(service):
         patch.setattr(limits, "ASIDE", limits.ASIDE._replace(most=0))
         body = json.dumps({"prompt": "a"}).encode() + b" " * 20_000
         assert "wait" in post(service, "/v1/completions", body, 429)
+
+
+def test_aside_bytes():
+    """See test_serve_turns.test_only_the_greedy_key_is_refused."""
+    assert limits.ASIDE_BYTES.most >= 2 * limits.BODY.most
+
+
+def test_processes():
+    """See test_serve_turns.test_of_several_keys_none_has_all_workers."""
+    with served(connect=False) as service:
+        assert len(service.front.context.checks._workers) == limits.PROCESSES.most > 1
+
+
+def test_call_values():
+    """See test_serve_sandbox.test_json_within_json_is_counted."""
+    assert conversation.num_values([[]] * limits.CALL_VALUES.most, limits.CALL_VALUES.most) > limits.CALL_VALUES.most
+
+
+@pytest.mark.parametrize("size, status", [(8, 400), (512, 200)])
+def test_framing(service, size, status):
+    """A body of chunks of 8 bytes is as long around them as in them."""
+    body = json.dumps({"prompt": "a", "max_tokens": 2}).encode().ljust(8192)
+    chunks = (body[at : at + size] for at in range(0, len(body), size))
+    answer = service.client.post("/v1/completions", content=chunks, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+
+
+def test_a_body_with_two_lengths_closes_its_connection(service):
+    with links(service.front.port, 1) as (link,):
+        head = POST.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n") % 4
+        link.sendall(head + b"2\r\n{}\r\n0\r\n\r\n" + LIVEZ)
+        data = b""
+        while new := link.recv(65536):
+            data += new
+        assert data.startswith(b"HTTP/1.1 400") and data.count(b"HTTP/1.1 ") == 1
+
+
+def test_logprobs(service):
+    length, most = facts().max_length, limits.LOGPROBS.most
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "LOGPROBS", limits.LOGPROBS._replace(most=60))
+        complete(service, 200, prompt=[7] * 10, echo=True, logprobs=5, max_tokens=0)
+        message = complete(service, 400, "logprobs", prompt=[[7] * 10, [7]], echo=True, logprobs=5)
+        assert "66 log-probabilities" in message
+        complete(service, 200, prompt=[[7] * 10, [7]], logprobs=5)
+    assert most > 2 * length
+
+
+def test_unread():
+    """Of all that is left unread, the longest goes first: its client is told, and the ranks work on others."""
+    with served() as service, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "UNREAD", limits.UNREAD._replace(most=20_000))
+        service.driver.hold = True
+        answers = [ask_in_thread(service, "a", stream=True) for _ in range(2)]
+        wait_for(lambda: num_open(service) == 2)
+
+        def fill():
+            jobs = list(service.front.service._jobs)
+            for job, count in zip(jobs, (30, 10), strict=True):
+                for start in range(count):
+                    text = "x" * 100
+                    chunk = Chunk(job.id, [7], text, start=start, start_character=100 * start)
+                    service.front.service._deliver(chunk)
+
+        service.call(fill)
+        wait_for(lambda: num_open(service) == 1)
+        service.driver.hold = False
+        texts = [answer().text for answer in answers]
+        assert sorted("does not read" in text for text in texts) == [False, True]
+
+
+def test_log():
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w")
+    written = Unblocking(stream)
+    began = time.monotonic()
+    for _ in range(200):
+        for _ in range(limits.LOG.most // 50):
+            print("x" * 1000, file=written, flush=True)
+    assert time.monotonic() - began < 5 and written._num_dropped
+    data = b""
+    while b"were dropped" not in data:
+        data += os.read(reader, 1 << 20)
+        written.write("y")
+    with os.fdopen(reader, "rb") as unread:
+        rest = threading.Thread(target=unread.read)
+        rest.start()
+        written.close(30)
+        stream.close()
+        rest.join()
+
+
+def test_a_stderr_that_fails_is_no_error():
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+        def flush(self):
+            pass
+
+    written = Unblocking(Full())
+    print("a", file=written)
+    written.close()
+
+
+def test_logged_path(capfd):
+    with served(connect=False, access_log=True) as service:
+        path = "/" + "%00" * 3000
+        service.client.get(path)
+    line = next(line for line in capfd.readouterr().err.splitlines() if "u0000" in line)
+    assert len(json.loads(line)["path"]) == limits.LOGGED_PATH.most and len(line) < 2000
 
 
 def test_body(service):

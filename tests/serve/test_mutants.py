@@ -174,13 +174,13 @@ def abort_is_not_sent(patch):
 
 
 def stop_string_is_kept(patch):
-    find = engine_text.find_stop
+    find = engine_text.StopSearch.find
 
-    def later(stops, visible):
-        cut, stop = find(stops, visible)
-        return (None, None) if cut is None else (cut + len(stop), stop)
+    def later(self, final, pending):
+        found = find(self, final, pending)
+        return None if found is None else (found[0] + len(found[1]), found[1])
 
-    patch.setattr(engine_text, "find_stop", later)
+    patch.setattr(engine_text.StopSearch, "find", later)
 
 
 def a_character_is_split(patch):

@@ -12,15 +12,19 @@ from itertools import pairwise
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
-from lpr.serve import limits
+from lpr.serve import checks, limits
+from lpr.serve.api import parsing
 from lpr.serve.api.context import unless_gone
+from lpr.serve.bodies import packed
 from lpr.serve.bodies.completions import ResponseFormat
 from lpr.serve.errors import ApiError
 from lpr.serve.generation import DisconnectedError
-from lpr.serve.sandbox import ExhaustedError, Sandbox
+from lpr.serve.sandbox import ExhaustedError, Sandbox, sandbox
 from lpr.serve.text.grammars import Grammars
+from lpr.serve.text.served import Served
 from tests.fakes.fake_driver import facts, served
 from tests.fakes.paths import ROOT
 
@@ -30,11 +34,11 @@ def importable(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-def run(work, seconds=0.5, memory=64 << 20):
+def run(work, seconds=0.5, memory=64 << 20, size=1, weights=None):
     """What `work(sandbox)` returns."""
 
     async def main():
-        sandbox = Sandbox("tests.fakes.sandbox_tasks", seconds, memory)
+        sandbox = Sandbox("tests.fakes.sandbox_tasks", seconds, memory, size, weights)
         try:
             return await asyncio.wait_for(work(sandbox), 60)
         finally:
@@ -76,7 +80,7 @@ def test_what_a_task_returns_or_refuses_comes_back():
         with pytest.raises(ApiError) as caught:
             await sandbox.run("refuse")
         assert (caught.value.status, caught.value.message, caught.value.param) == (400, "it is too long", "prompt")
-        with pytest.raises(RuntimeError, match="fail failed in its sandbox: KeyError"):
+        with pytest.raises(RuntimeError, match="(?s)fail failed in its sandbox: .*KeyError"):
             await sandbox.run("fail")
 
     run(work)
@@ -139,7 +143,7 @@ def test_a_client_that_goes_leaves_its_place_and_no_result_is_taken_for_anothers
 
         with pytest.raises(DisconnectedError):
             await unless_gone(receive, sandbox.run("sleep", 0.3))
-        assert sandbox.num_waiting == 0
+        assert sandbox.num_waiting == 1, "it keeps its turn"
         assert await sandbox.run("echo", "mine") == "mine"
         tasks = [asyncio.create_task(sandbox.run("echo", number)) for number in range(20)]
         await asyncio.sleep(0.005)
@@ -173,6 +177,10 @@ def test_the_process_ends_with_the_service_however_that_ends():
 
 
 # Grammars.
+
+
+def compiler():
+    return sandbox("lpr.serve.text.grammar_tasks", limits.GRAMMAR_TIME, limits.GRAMMAR_MEMORY)
 
 
 def chain(length):
@@ -261,13 +269,13 @@ def test_an_ordinary_grammar_is_compiled_as_before(service, wanted):
 
 def test_a_grammar_is_compiled_once_for_all_prompts_choices_and_clients():
     async def main():
-        grammars, count = Grammars(), 0
+        grammars, count = Grammars(compiler()), 0
         run = grammars.sandbox.run
 
-        async def counted(*args):
+        async def counted(*args, **more):
             nonlocal count
             count += 1
-            return await run(*args)
+            return await run(*args, **more)
 
         grammars.sandbox.run = counted
         wanted = ResponseFormat(type="regex", regex="[ab]+")
@@ -437,3 +445,170 @@ def test_a_template_that_fails_is_the_requests_error():
                 body = {"messages": [{"role": "user", "content": "a"}], **more}
                 answer = service.client.post("/v1/chat/completions", json=body, timeout=60)
                 assert answer.status_code == 400, answer.text
+
+
+# The pool, and what comes out of it.
+
+
+def test_a_key_with_long_tasks_delays_no_other():
+    async def work(sandbox):
+        sandbox.prepare()
+        await sandbox.start()
+        slow = [asyncio.create_task(sandbox.run("sleep", 0.4, key="a")) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        assert await sandbox.run("echo", 1, key="b") == 1
+        assert not any(task.done() for task in slow) or time.monotonic() - began < 0.35
+        assert sandbox.num_waiting > 10
+        for task in slow:
+            task.cancel()
+
+    run(work, seconds=5.0, size=3, weights={"a": 1.0, "b": 1.0})
+
+
+def test_a_process_that_is_stopped_delays_one_task():
+    async def work(sandbox):
+        sandbox.prepare()
+        await sandbox.start()
+        os.kill((await sandbox.run("tell"))[1], signal.SIGSTOP)
+        stuck = asyncio.create_task(sandbox.run("echo", 0))
+        await asyncio.sleep(0.01)
+        assert [await sandbox.run("echo", number) for number in range(20)] == list(range(20))
+        assert not stuck.done()
+        with pytest.raises(ApiError, match="could not be checked now"):
+            await stuck
+
+    run(work, size=2)
+
+
+def test_what_a_task_may_not_do():
+    """It writes no files and has no network; it could not gain privileges either."""
+
+    async def work(sandbox):
+        no_new_privileges, interfaces, written = await sandbox.run("confined")
+        assert no_new_privileges == 1 and written == "File too large"
+        if subprocess.run(["unshare", "-rn", "true"], check=False).returncode == 0:
+            assert interfaces == ["lo"]
+
+    run(work)
+
+
+BODIES = [
+    ("ChatBody", {"messages": [{"role": "user", "content": [{"type": "text", "text": "é"}]}], "max_tokens": 2**62}),
+    ("ChatBody", {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function":
+        {"name": "f", "parameters": {"a": [1.5, None, {"b": "😀"}]}}}], "tool_choice": "auto", "stop": ["x"]}),
+    ("CompletionBody", {"prompt": [[1, 2], [3]], "logit_bias": {"5": 1.5}, "response_format": {
+        "type": "json_schema", "json_schema": {"schema": {"type": "object"}}}}),
+    ("MessagesBody", {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}],
+        "max_tokens": 3, "thinking": {"type": "enabled"}}),
+    ("ResponsesBody", {"input": [{"role": "user", "content": "a"}], "text": {"format": {"type": "text"}}}),
+    ("InfillBody", {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c"}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, given", BODIES)
+def test_a_validated_body_is_the_same_after_it_was_packed(kind, given):
+    body = checks._adapter(kind).validate_python(given)
+    again = packed.unpack(packed.pack([body, ["key"]]))[0]
+    assert again == body and type(again) is type(body) and again.model_fields_set == body.model_fields_set
+
+
+HALF = "{{ messages[0].content }}{{ messages[-1].content }}"
+TURNS = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+
+
+@pytest.mark.parametrize(
+    "path, body, place",
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "system", "content": "s"}, *TURNS]}, "messages.1.content"),
+        ("/v1/messages", {"system": "s", "messages": TURNS, "max_tokens": 1}, "messages.0.content"),
+        ("/v1/responses", {"instructions": "s", "input": TURNS}, "input.0.content"),
+    ],
+)
+def test_a_text_that_the_prompt_of_a_long_body_lacks_is_named_by_its_place(path, body, place):
+    """The places travel with the chat, whose messages stay in the other process."""
+    with served(facts(chat_templates={"default": HALF})) as service:
+        answers = []
+        for padding in (b"", b" " * 20_000):
+            content, headers = json.dumps(body).encode() + padding, {"Content-Type": "application/json"}
+            answers.append(service.client.post(path, content=content, headers=headers, timeout=60))
+        assert [answer.status_code for answer in answers] == [400, 400] and place in answers[0].text, answers[0].text
+        assert answers[0].json() == answers[1].json()
+
+
+def test_the_places_of_a_packed_chat_are_kept():
+    body = checks._adapter("MessagesBody").validate_python({"system": "s", "messages": TURNS, "max_tokens": 1})
+    chat = checks.chat_of(body)
+    again = packed.unpack(packed.pack(chat))
+    assert again == chat and again.places == chat.places and again.places["messages.1"] == "messages.0"
+
+
+def test_only_bodies_are_made_of_what_another_process_says():
+    with pytest.raises(TypeError):
+        packed.pack(object())
+    for name in ("os.system", "lpr.serve.errors.ApiError", "builtins.object"):
+        data = msgspec.msgpack.encode([name, {}, [], None])
+        with pytest.raises(KeyError):
+            packed.unpack(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, data)))
+
+
+def test_a_long_body_is_validated_once(service, monkeypatch):
+    """The endpoint has the very object that the other process has checked."""
+    unpacked, used = [], []
+    monkeypatch.setattr(parsing, "unpack", lambda data: unpacked.append(packed.unpack(data)) or unpacked[-1])
+    params = Served.params
+    monkeypatch.setattr(
+        Served, "params", lambda self, body, *args, **more: used.append(body) or params(self, body, *args, **more)
+    )
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        content = json.dumps({**body, "max_tokens": 2}).encode() + b" " * 20_000
+        answer = service.client.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 200 and unpacked[-1][0][0] is used[-1]
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def conversation(arguments):
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    return {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}],
+        "max_tokens": 1,
+    }
+
+
+@pytest.mark.parametrize("padding", [0, 20_000])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/chat/completions", conversation('{"a":[' + "[]," * limits.CALL_VALUES.most + "[]]}")),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "assistant", "content": [
+            {"type": "tool_use", "id": "c", "name": "f", "input": {"a": [[]] * (limits.CALL_VALUES.most + 1)}}]}]}),
+        ("/v1/responses", {"input": [{"type": "function_call", "call_id": "c", "name": "f",
+            "arguments": '{"a":[' + "[]," * limits.CALL_VALUES.most + "[]]}"}]}),
+    ],
+)  # fmt: skip
+def test_json_within_json_is_counted(service, path, body, padding):
+    content = json.dumps(body).encode() + b" " * padding
+    answer = service.client.post(path, content=content, headers={"Content-Type": "application/json"}, timeout=60)
+    assert answer.status_code == 400 and f"{limits.CALL_VALUES.most} values" in answer.text, answer.text[:300]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-8-sig"])
+def test_a_body_is_utf_8(service, encoding):
+    content = '{"prompt": "a\\ud83d", "max_tokens": 1}'.encode(encoding)
+    answer = service.client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', '{"a": 1' + "0" * 5000 + "}", '{"a": 1e999}', "[" * 5000])
+def test_odd_arguments_of_a_call_are_no_fault(service, arguments):
+    for padding in (0, 20_000):
+        content = json.dumps(conversation(arguments)).encode() + b" " * padding
+        answer = service.client.post(
+            "/v1/chat/completions", content=content, headers={"Content-Type": "application/json"}
+        )
+        assert answer.status_code == 200, answer.text[:300]

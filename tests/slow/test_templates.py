@@ -15,6 +15,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lpr.serve.errors import ApiError
+from lpr.serve.text.conversation import conversation
 from tests.fakes.templates import CONVERSATIONS, served
 
 FOLDERS = [Path(folder) for folder in os.environ.get("LPR_CHAT_TEMPLATES", "").split(":") if folder]
@@ -48,7 +49,7 @@ def test_every_text_of_every_conversation_is_shown_or_refused_by_its_place() -> 
         source = path.read_text(encoding="utf-8")
         model = served(source)
         for name, (chat, words) in CONVERSATIONS.items():
-            messages, variables = model.conversation(chat)
+            messages, variables = conversation(model.templates, chat)
             try:
                 theirs = reference(source, json.loads(json.dumps(messages)), dict(variables))
             except Exception:  # it refuses, or cannot take, what we fit
@@ -58,7 +59,7 @@ def test_every_text_of_every_conversation_is_shown_or_refused_by_its_place() -> 
                 mark in theirs for mark in ("'type'", '"type": "text"', "None")
             )
             try:
-                ours = model.chat_text(messages, variables)
+                ours = model.chat_text(chat)
             except ApiError as failure:
                 counts["refused"] += 1
                 refused[path.name].append(name)

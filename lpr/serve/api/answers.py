@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import msgspec
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from lpr.serve.api.context import Context
@@ -24,6 +23,8 @@ from lpr.serve.text.served import Served
 
 KEEP_ALIVE = 10.0
 """Seconds without an event after which a stream sends a comment."""
+LARGE = 2048
+"""Tokens of an answer above which it is written beside the event loop."""
 BLOCK = 1024
 """Bytes to whose multiples `--pad-stream` fills up whatever a stream sends at once."""
 
@@ -33,6 +34,8 @@ class Form:
 
     ends_with_done: ClassVar[bool] = True
     """True if a stream ends with OpenAI's `[DONE]`."""
+    is_heavy = False
+    """True if a stream's events can be so large that they are made beside the event loop."""
 
     def whole(self, choices: Sequence[Choice]) -> Any:
         """The answer of finished choices."""
@@ -188,19 +191,26 @@ async def answer(
     with ExitStack() as stack:
         stack.enter_context(context.running(request, name, generation))
         if stream:
-            events, block = _events(generation, form, context.stream_interval), BLOCK if context.pad_stream else 1
+            generation.keeps_logprobs = False
+            events, block = _events(context, generation, form), BLOCK if context.pad_stream else 1
             return _EventStream(events, block, context.request_timeout, stack.pop_all().close)
         async with generation:
             try:
                 await generation.finish()
             except DisconnectedError:
                 return Response(status_code=499)
-    return JSONResponse(form.whole(generation.choices))
+
+    def written() -> bytes:
+        return msgspec.json.encode(form.whole(generation.choices))
+
+    is_large = form.is_heavy or sum(len(choice.token_ids) for choice in generation.choices) > LARGE
+    content = await context.in_thread(written) if is_large else written()
+    return Response(content, media_type="application/json")
 
 
-async def _events(generation: Generation, form: Form, interval: float) -> AsyncGenerator[bytes, None]:
-    """One event per step and choice, or per `interval` seconds. An error takes the place of the next event."""
-    choices = generation.choices
+async def _events(context: Context, generation: Generation, form: Form) -> AsyncGenerator[bytes, None]:
+    """One event per step and choice, or per --stream-interval. An error takes the place of the next event."""
+    choices, interval = generation.choices, context.stream_interval
     try:
         async with generation:
             for data in form.begin(choices):
@@ -212,10 +222,10 @@ async def _events(generation: Generation, form: Form, interval: float) -> AsyncG
                     continue
                 if each.chunk.failure is not None and each.choice.error is not None:
                     raise each.choice.error
-                for data in form.steps(each, choices):
-                    yield form.encode(data)
-            for data in form.end(choices):
-                yield form.encode(data)
+                for data in await _written(context, form, partial(form.steps, each, choices)):
+                    yield data
+            for data in await _written(context, form, partial(form.end, choices)):
+                yield data
     except ApiError as failure:
         for data in form.failed(failure):
             yield form.encode(data)
@@ -223,6 +233,13 @@ async def _events(generation: Generation, form: Form, interval: float) -> AsyncG
         return
     if form.ends_with_done:
         yield b"data: [DONE]\n\n"
+
+
+async def _written(context: Context, form: Form, make: Callable[[], Iterable[Any]]) -> list[bytes]:
+    """The events that `make` returns as they are sent."""
+    if form.is_heavy:
+        return await context.in_thread(lambda: [form.encode(data) for data in make()])
+    return [form.encode(data) for data in make()]
 
 
 async def _collected(generation: Generation, interval: float) -> AsyncGenerator[Event | None, None]:

@@ -45,7 +45,7 @@ def build(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIAp
     routers += [info.router, info.health]
     if args.metrics_port is None:
         routers.append(info.measuring)
-    parser = Parser(context.checks, kinds_of(routers))
+    parser = Parser(context.checks, kinds_of(routers), context.names_prefix)
     guarded: ASGIApp = Guard(_app(context, routers), args, keys, replica, context.metrics, parser.parse)
     if args.cors:
         guarded = CORSMiddleware(
@@ -61,7 +61,7 @@ def build(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIAp
 def build_metrics(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIApp:
     """The application of --metrics-port: metrics and health."""
     routers = [info.health, info.measuring]
-    parser = Parser(context.checks, {})
+    parser = Parser(context.checks, {}, False)
     return Guard(_app(context, routers), args, keys, replica, context.metrics, parser.parse)
 
 

@@ -8,16 +8,20 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from lpr.protocol import TokenLogprobs
+from lpr.protocol import ErrorCode, TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
-from lpr.serve.api.context import STREAM, Context, aside, begin, context_of, unless_gone
+from lpr.serve.api.context import STREAM, Context, aside, begin, context_of, is_long, key_name, unless_gone
 from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.api.replying import Reply
 from lpr.serve.bodies.completions import ChatBody, ResponseFormat, Sampling, TokenizeBody
+from lpr.serve.bodies.fields import Body
+from lpr.serve.bodies.packed import pack
+from lpr.serve.checks import chat_of
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.jobs import Wanted
 from lpr.serve.sandbox import ExhaustedError
+from lpr.serve.text.conversation import check_templates, is_simple
 from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import PLAIN, Replies
 from lpr.serve.text.served import Served, spread
@@ -63,7 +67,7 @@ async def _prepared(
         most = min(ceiling, served.most(len(ids)))
     room = served.room(body, len(ids), most)
     held = replies.grammar(served.tokens, _schema(body.response_format))
-    more["grammar"] = await context.grammar(request.receive, body.response_format, held)
+    more["grammar"] = await context.grammar(request, body.response_format, held)
     if replies.shows_special(served.tokens):
         more["skip_special_tokens"] = False
     params = served.params(body, room, **more)
@@ -86,15 +90,20 @@ async def chat_ids(request: Request, served: Served, body: ChatBody | TokenizeBo
 
 async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeBody) -> str:
     """The prompt of a conversation as text; raises ApiError."""
-    messages, variables = served.conversation(body)
+    _, text, refused = getattr(request.state, "rendered", (None, None, None))
+    if refused is not None:
+        raise ApiError(ErrorCode(refused[0]), *refused[1:])
+    if text is not None:
+        return str(text)
+    check_templates(served.templates)
     if not served.templates.is_known:
         await unless_gone(request.receive, context_of(request).learn(served))
-    has_own = getattr(body, "chat_template_kwargs", None) or "tools" in variables
-    if not has_own and not any("tool_calls" in message for message in messages):
-        return await aside(request, served.chat_text, messages, variables)
+    if is_simple(body) and not is_long(request):
+        return served.chat_text(body)
     # What a client sets can make a template's work as large as it likes.
-    rendering = context_of(request).checks.run("render", messages, variables, served.most_characters)
     try:
+        packed = pack(body)
+        rendering = context_of(request).checks.run("render", packed, key=key_name(request), size=len(packed))
         return str(await unless_gone(request.receive, rendering))
     except (ExhaustedError, OverflowError, RecursionError) as failure:
         name = next((name for name in ("chat_template_kwargs", "tools") if getattr(body, name, None)), "messages")
@@ -104,10 +113,18 @@ async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeB
         raise bad(name, f"{name}: {why}") from failure
 
 
+def chat_asked(request: Request, body: Body) -> ChatBody:
+    """The chat that a body asks for; that of a long one has left its messages in the process that read them."""
+    known, _, _ = getattr(request.state, "rendered", (None, None, None))
+    chat = known if known is not None else chat_of(body)
+    assert isinstance(chat, ChatBody)
+    return chat
+
+
 async def _encoded(request: Request, served: Served, text: str, body: ChatBody | TokenizeBody) -> list[int]:
     if len(text) <= LONG:
         return served.chat_ids(text, body)
-    return await context_of(request).aside(request.receive, partial(served.chat_ids, text, body))
+    return await context_of(request).aside(request, len(text), partial(served.chat_ids, text, body))
 
 
 async def answer_as_chat(

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
 from lpr.protocol import TokenLogprobs
+from lpr.serve import limits
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.chat import answer_as_chat
 from lpr.serve.api.context import STREAM, aside, begin
@@ -40,10 +41,15 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     # What has no place is refused before its texts are encoded and its parameters made.
     context.service.check_room(_best_of(body) * len(given), _best_of(body) * least)
     prompts, echoes = await aside(request, _encoded, served, body, given)
+    if body.echo and body.logprobs is not None:
+        count = sum(map(len, prompts)) * (1 + body.logprobs)
+        if count > limits.LOGPROBS.most:
+            most = f"more than the {limits.LOGPROBS.most} that an answer holds"
+            raise bad("logprobs", f"logprobs: the prompts' {count} log-probabilities are {most}")
     wanted: list[Wanted] = []
     if body.max_tokens != 0:
         rooms = [served.room(body, len(ids), body.max_tokens) for ids in prompts]
-        grammar = await context.grammar(request.receive, body.response_format)
+        grammar = await context.grammar(request, body.response_format)
         wanted = await aside(request, _wanted, served, body, given, prompts, rooms, grammar)
     name = context.name(request, "cmpl", body.request_id)
     form = _CompletionForm(served, body, name, prompts, echoes)
@@ -159,7 +165,7 @@ class _CompletionForm(OpenAIForm):
         super().__init__(served, body, id, "text_completion", sum(map(len, prompts)))
         self.scored: Sequence[Choice] = ()
         """The prompts of more than one token as known texts, if `echo` shows their log-probabilities."""
-        self.shows_scores = bool(body.echo) and body.logprobs is not None
+        self.shows_scores = self.is_heavy = bool(body.echo) and body.logprobs is not None
         self._logprobs = body.logprobs
         self._n, self._per_prompt = body.n or 1, _best_of(body)
         self._prompts, self._echoes = prompts, echoes

@@ -27,6 +27,7 @@ from lpr.serve.service import Service
 from lpr.serve.text.grammars import Grammars
 from lpr.serve.text.served import Served
 from lpr.serve.text.tokens import LONG
+from lpr.serve.turns import Turns
 
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {}}}}
@@ -58,17 +59,24 @@ class Context:
     trace: Callable[[Request, Generation], None] | None = None
     """Called with every answered request, if spans are wanted."""
 
-    checks: Sandbox = field(default_factory=lambda: sandbox("lpr.serve.checks", limits.BODY_TIME, limits.BODY_MEMORY))
-    """Checks long bodies, and renders conversations with variables that a client sets."""
-    grammars: Grammars = field(default_factory=Grammars)
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "lpr-texts"))
-    _num_aside: int = 0
+    names_prefix: bool = False
+    """Answers carry the keys of their prompt's prefix, which a router of a fleet asks for."""
     _starting: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Make what works beside the event loop, in turns that are shared among keys."""
+        weights = self.service.weights
+        self.checks: Sandbox = sandbox(
+            "lpr.serve.checks", limits.BODY_TIME, limits.BODY_MEMORY, limits.PROCESSES.most, weights
+        )
+        """Checks long bodies, renders conversations with what a client makes of a template, and compiles grammars."""
+        self.grammars = Grammars(self.checks)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "lpr-texts")
+        self._turns = Turns(NUM_THREADS, weights)
 
     def start(self) -> None:
         """Start the processes beside this one, or give them what they lack, without waiting for them."""
-        for each in (self.checks, self.grammars.sandbox) if self.grammars.is_installed else (self.checks,):
-            self._starts(each.start())
+        self._starts(self.checks.start())
 
     def _starts(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -79,15 +87,12 @@ class Context:
         """End them."""
         for task in list(self._starting):
             task.cancel()
-        for each in (self.checks, self.grammars.sandbox):
-            await each.close()
+        await self.checks.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def load(self, served: Served) -> None:
         """Serve a model from now on."""
-        facts = served.facts
         self._prepare_checks(served)
-        self.grammars.sandbox.prepare(facts.tokenizer, facts.vocab_size, facts.eos_token_ids)
         self.served = served
         self.start()
         if served.templates:
@@ -102,6 +107,7 @@ class Context:
                 fits = {}
             served.templates.know(fits)
             self._prepare_checks(served)
+            self.start()
 
     async def _learn_first(self, served: Served) -> None:
         with suppress(ApiError, OSError):  # the first chat tries again
@@ -109,29 +115,34 @@ class Context:
 
     def _prepare_checks(self, served: Served) -> None:
         facts, templates = served.facts, served.templates
+        grammars = (facts.tokenizer, facts.vocab_size, facts.eos_token_ids) if self.grammars.is_installed else None
         fits = templates.learnt() if templates.is_known else None
-        self.checks.prepare(facts.max_length, templates.sources, facts.special_tokens, fits)
+        model = (facts.max_length, templates.sources, facts.special_tokens, served.most_characters)
+        self.checks.prepare(*model, fits, grammars)
 
-    async def grammar(self, receive: Receive, wanted: ResponseFormat | None, held: str = "") -> str:
+    async def grammar(self, request: Request, wanted: ResponseFormat | None, held: str = "") -> str:
         """A grammar in llguidance's JSON form, "" for plain text; raises ApiError or DisconnectedError.
 
         `held` is one that holds calls of tools, and takes the place of the `wanted` one, which is in it.
         """
         if held:
-            return await unless_gone(receive, self.grammars.held(held))
+            return await unless_gone(request.receive, self.grammars.held(held, key_name(request)))
         if wanted is None or wanted.type == "text":
             return ""
-        return await unless_gone(receive, self.grammars.compiled(wanted))
+        return await unless_gone(request.receive, self.grammars.compiled(wanted, key_name(request)))
 
-    async def aside(self, receive: Receive, work: Callable[[], R]) -> R:
-        """Run `work` in a thread; raises ApiError if too many wait for one, DisconnectedError if the client goes."""
-        if self._num_aside >= limits.ASIDE.most:
-            raise ApiError(ErrorCode.OVERLOADED, "too many long texts wait to be encoded", retry_after=1)
-        self._num_aside += 1
-        try:
-            return await unless_gone(receive, asyncio.get_running_loop().run_in_executor(self._pool, work))
-        finally:
-            self._num_aside -= 1
+    async def aside(self, request: Request, size: int, work: Callable[[], R]) -> R:
+        """Run `work` on a text of `size` in a thread.
+
+        Raises ApiError if too many wait for one, DisconnectedError if the client goes.
+        """
+        loop = asyncio.get_running_loop()
+        turn = self._turns.run(key_name(request), size, lambda: loop.run_in_executor(self._pool, work))
+        return await unless_gone(request.receive, turn)
+
+    async def in_thread(self, work: Callable[[], R]) -> R:
+        """Run `work` for an answer that is complete, however many requests wait for a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def ready(self) -> Served:
         """The served model; raises ApiError while there is none."""
@@ -208,15 +219,21 @@ async def begin(request: Request, user: str | None = None) -> tuple[Context, Ser
     """The context and the model for a prompt; notes the user and the keys of the prefix. Raises ApiError."""
     context = context_of(request)
     request.state.user = user  # for the access log
-    request.state.prefix_keys = prefix_keys(await request.json())  # the answer carries them for routers
+    if context.names_prefix and not is_long(request):  # a long one's are noted already
+        request.state.prefix_keys = prefix_keys(await request.json())
     return context, context.ready()
 
 
 async def aside(request: Request, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run `work`; for a long request in a thread, so that others are answered meanwhile."""
-    if len(await request.body()) <= LONG:
+    if not is_long(request):
         return work(*args, **kwargs)
-    return await context_of(request).aside(request.receive, partial(work, *args, **kwargs))
+    return await context_of(request).aside(request, request.state.size, partial(work, *args, **kwargs))
+
+
+def is_long(request: Request) -> bool:
+    """True if the work on a request's body would hold up the event loop."""
+    return getattr(request.state, "size", 0) > LONG
 
 
 async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -80,7 +80,9 @@ async def infill(body: InfillBody, request: Request) -> Response:
     generation = context.generation(
         request, None, wanted, limits=lambda: LineLimit(body.n_indent, body.t_max_predict_ms).take
     )
-    form = _InfillForm(body, {"model": model, "truncated": truncated, "id_slot": body.id_slot})
+    known, fields = {"model": model, "truncated": truncated, "id_slot": body.id_slot}, body.response_fields
+    # No answer has more than one level of objects.
+    form = _InfillForm(body, known, None if fields is None else {name: name.split("/", 2) for name in fields})
     return await answer(context, request, context.name(request, "infill"), generation, form, body.stream)
 
 
@@ -127,10 +129,12 @@ class _InfillForm(Form):
 
     body: InfillBody
     facts: dict[str, Any]
+    fields: Mapping[str, Sequence[str]] | None
+    """The parts of the names of those that are wanted, taken apart once for all texts."""
     ends_with_done: ClassVar[bool] = False
 
     def whole(self, choices: Sequence[Choice]) -> Any:
-        answers = [_selected(self._finished(choice), self.body.response_fields) for choice in choices]
+        answers = [_selected(self._finished(choice), self.fields) for choice in choices]
         return answers[0] if len(answers) == 1 else answers
 
     def step(self, each: Event, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -138,7 +142,7 @@ class _InfillForm(Form):
         content = "" if self.body.n_predict == 0 else each.text
         if choice.finish_reason is None:
             return {"index": choice.index, "content": content, "stop": False}
-        return _selected({**self._finished(choice), "content": content}, self.body.response_fields)
+        return _selected({**self._finished(choice), "content": content}, self.fields)
 
     def _finished(self, choice: Choice) -> dict[str, Any]:
         job, usage = choice.job, choice.usage
@@ -177,14 +181,14 @@ def _rate(count: int, milliseconds: float) -> float:
     return round(1e3 * count / milliseconds, 2) if milliseconds > 0 else 0.0
 
 
-def _selected(answer: dict[str, Any], fields: list[str] | None) -> dict[str, Any]:
+def _selected(answer: dict[str, Any], fields: Mapping[str, Sequence[str]] | None) -> dict[str, Any]:
     """The named fields only; "a/b" is field b of a, under that whole name."""
     if fields is None:
         return answer
     found = {}
-    for name in fields:
+    for name, parts in fields.items():
         value: Any = answer
-        for part in name.split("/"):
+        for part in parts:
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
             found[name] = value

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Request, Response
 from lpr.protocol import ErrorCode
 from lpr.serve.api.answers import answer
 from lpr.serve.api.blocks import Block, BlockForm
-from lpr.serve.api.chat import chat_ids, prepare
+from lpr.serve.api.chat import chat_asked, chat_ids, prepare
 from lpr.serve.api.context import STREAM, begin, context_of
 from lpr.serve.api.parsing import JsonRoute
-from lpr.serve.bodies.messages import CountBody, MessagesBody, as_chat
+from lpr.serve.bodies.messages import CountBody, MessagesBody
 from lpr.serve.errors import ApiError, anthropic_error
 from lpr.serve.generation import Choice
 from lpr.serve.jobs import Wanted
@@ -30,7 +30,7 @@ _DELTAS = {"text": ("text_delta", "text"), "thought": ("thinking_delta", "thinki
 @router.post("/v1/messages", summary="Answer a conversation, as Anthropic's API", responses=STREAM)
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Write the next message of a conversation."""
-    chat = as_chat(body)
+    chat = chat_asked(request, body)
     context, served = await begin(request, chat.user)
     wanted, replies = await prepare(request, context, served, chat, body.max_tokens)
     name = context.name(request, "msg", body.request_id)
@@ -43,7 +43,7 @@ async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
     """Count the tokens of the prompt that a conversation makes."""
     served = context_of(request).ready()
     served.check_model(body.model)
-    chat = as_chat(body)
+    chat = chat_asked(request, body)
     served.replies(chat, "")
     return {"input_tokens": len(await chat_ids(request, served, chat))}
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lpr.config import InputError
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
+from lpr.serve.connections import GONE
 from lpr.serve.errors import ApiError
 from lpr.serve.generation import DisconnectedError
 from lpr.serve.metrics import Metrics
@@ -124,7 +125,9 @@ def _name(key: str) -> str:
 class Guard:
     """ASGI middleware: gives a request its id, checks host and key, reads its body, and logs the answer."""
 
-    def __init__(self, app: ASGIApp, args: ServeArgs, keys: Keys, replica: str, metrics: Metrics, parse: Parse) -> None:
+    def __init__(
+        self, app: ASGIApp, args: ServeArgs, keys: Keys, replica: str, metrics: Metrics | None, parse: Parse
+    ) -> None:
         """Guard `app` of the service that a router knows as `replica`; `parse` parses bodies."""
         self._parse = parse
         self._app = app
@@ -145,6 +148,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         began = time.monotonic()
+        is_gone = scope.get("extensions", {}).get(GONE, bool)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         state = scope.setdefault("state", {})
         given = headers.get("x-request-id", "")
@@ -162,12 +166,12 @@ class Guard:
             await send(message)
 
         try:
-            self._check_host(headers.get("host"))
-            state["key_name"] = self._check_key(scope, headers)
-            _check_type(scope, headers)
+            self.check(scope, headers)
             if scope["method"] == "POST" and scope["path"] not in OPEN_PATHS:
-                receive = await self._with_body(scope, headers, receive)
+                receive = await self.with_body(scope, headers, receive)
                 is_read = True
+                if is_gone():
+                    return
             else:
                 receive = _without_body()
             await self._app(scope, receive, numbered)
@@ -175,9 +179,18 @@ class Guard:
             await failure.response(scope["path"])(scope, receive, numbered)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.answered(route, status)
+            if self._metrics is not None:
+                self._metrics.answered(route, status)
             if self._args.access_log and scope["path"] not in _UNLOGGED:
                 self._write(scope, state, status, time.monotonic() - began)
+
+    def check(self, scope: Scope, headers: Mapping[str, str]) -> None:
+        """Check all but the body, and note the name of the key; raises ApiError."""
+        self._check_host(headers.get("host"))
+        scope["state"]["key_name"] = self._check_key(scope, headers)
+        _check_type(scope, headers)
+        if "transfer-encoding" in headers and "content-length" in headers:  # proxies may see another end of it
+            raise ApiError(ErrorCode.BAD_REQUEST, "a body has a Content-Length or a Transfer-Encoding, not both")
 
     def _own_headers(self, state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:
         """Headers of every answer: the request's id, the replica, and the keys for routing by prefix."""
@@ -213,7 +226,7 @@ class Guard:
             raise ApiError(code, "give a valid key as Authorization: Bearer KEY")
         return name
 
-    async def _with_body(self, scope: Scope, headers: Mapping[str, str], receive: Receive) -> Receive:
+    async def with_body(self, scope: Scope, headers: Mapping[str, str], receive: Receive) -> Receive:
         """Read the whole body; returns a `receive` that gives it and then what follows. Raises ApiError."""
         limit, length = self._args.max_body, headers.get("content-length", "0")
         too_large = ApiError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than --max-body {limit} bytes")
@@ -240,11 +253,15 @@ class Guard:
             raise ApiError(ErrorCode.BODY_TIMEOUT, late) from failure
         finally:
             self._num_arriving -= self._arriving.pop(patience, 0)
+        content = bytes(body)
+        del body  # what waits holds the bytes once
         try:
-            await self._parse(scope, bytes(body), receive)
+            await self._parse(scope, content, receive)
         except DisconnectedError:
             return receive
-        pending = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        if "json" in scope["state"]:
+            content = b"{}"  # only that there is one counts from here on
+        pending = [{"type": "http.request", "body": content, "more_body": False}]
 
         async def replayed() -> Message:
             return pending.pop() if pending else await receive()
@@ -266,7 +283,7 @@ class Guard:
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + "Z",
             "id": state["request_id"],
             "method": scope["method"],
-            "path": scope["path"],
+            "path": scope["path"][: limits.LOGGED_PATH.most],
             "status": status or 499,
             "ms": round(1e3 * seconds, 1),
             "key": state.get("key_name", ""),

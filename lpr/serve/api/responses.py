@@ -10,10 +10,10 @@ from fastapi import APIRouter, Request, Response
 
 from lpr.serve.api.answers import answer
 from lpr.serve.api.blocks import Block, BlockForm
-from lpr.serve.api.chat import prepare
+from lpr.serve.api.chat import chat_asked, prepare
 from lpr.serve.api.context import STREAM, begin
 from lpr.serve.api.parsing import JsonRoute
-from lpr.serve.bodies.responses import Format, Reasoning, ResponsesBody, TextOptions, WebSearch, as_chat
+from lpr.serve.bodies.responses import Format, Reasoning, ResponsesBody, TextOptions, WebSearch
 from lpr.serve.errors import ApiError
 from lpr.serve.generation import Choice
 from lpr.serve.jobs import Wanted
@@ -34,7 +34,7 @@ _PREFIX = {"text": "msg", "thought": "rs", "call": "fc"}
 async def respond(body: ResponsesBody, request: Request) -> Response:
     """Write the next items of a conversation."""
     context, served = await begin(request, body.user)
-    chat = as_chat(body)
+    chat = chat_asked(request, body)
     try:
         wanted, replies = await prepare(request, context, served, chat)
     except ApiError as failure:

@@ -19,6 +19,7 @@ from lpr.serve.bodies.fields import (
     Grammar,
     Ignored,
     Label,
+    MaybeCount,
     Most,
     Names,
     Natural,
@@ -115,7 +116,7 @@ class Sampling(Sampled):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
-    n_predict: Annotated[int, Field(ge=-1)] | None = None  # llama.cpp's max_tokens; 0: only fill the cache
+    n_predict: MaybeCount | None = None  # llama.cpp's max_tokens; 0: only fill the cache
     add_special_tokens: bool | None = None  # vLLM's
     return_sources: bool | None = None  # lpr's: name the draft source of every token
 

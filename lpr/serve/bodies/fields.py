@@ -50,14 +50,19 @@ def _num_entries(given: Any) -> int:
     return len(given) if isinstance(given, dict) else 0
 
 
-def _num_values(given: Any, most: int = limits.TEMPLATE_VALUES.most) -> int:
-    """Values within JSON, counted until they are more than `most`; raises ValueError for a number that is too large."""
+def num_values(given: Any, most: int = limits.TEMPLATE_VALUES.most, are_small: bool = True) -> int:
+    """Values within JSON, counted until they are more than `most`.
+
+    Raises ValueError for a number that is too large, if they are to be small.
+    """
     level, count = [given], 0
     while level and count <= most:
         each = level.pop()
         count += 1
         if isinstance(each, (dict, list)):
             level += each.values() if isinstance(each, dict) else each
+        elif not are_small:
+            continue
         elif not isfinite(each) if isinstance(each, float) else isinstance(each, int) and each.bit_length() > 64:
             raise ValueError("a number is not finite, or an integer has more than 64 bits")
     return count
@@ -78,7 +83,11 @@ def _num_parts(given: Any) -> int:
 
 
 def _num_tool_values(given: Any) -> int:
-    return _num_values(given, limits.TOOL_VALUES.most)
+    return num_values(given, limits.TOOL_VALUES.most)
+
+
+def _num_call_values(given: Any) -> int:
+    return num_values(given, limits.CALL_VALUES.most, are_small=False)
 
 
 def without(*values: int) -> BeforeValidator:
@@ -126,21 +135,24 @@ TopK = Annotated[int, Field(ge=-1, lt=2**31)]  # 0 and -1: no limit
 TopP = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Repetition = Annotated[float, Field(gt=0, le=100)]
+Repetition = Annotated[float, Field(ge=1e-3, le=100)]
 Choices = Annotated[int, Field(ge=1, le=limits.CHOICES.most)]
 NumTop = Annotated[int, Field(ge=0, le=20)]
-Natural = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
+Natural = Annotated[int, Field(ge=0, lt=1 << 256)]  # a message about it has room for its digits
+Positive = Annotated[int, Field(ge=1, lt=1 << 256)]
+MaybeCount = Annotated[int, Field(ge=-1, lt=INT64)]  # -1: as many as fit
 Most = Annotated[Positive | None, without(-1)]  # -1 and null: as many tokens as fit
 Label = Annotated[str, StringConstraints(max_length=limits.LABEL.most)]
 Names = Annotated[Few[Label], Field(max_length=limits.FIELDS.most)]
 Samplers = Annotated[Names, BeforeValidator(_names_of_samplers)]
 Bias = dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
 LogitBias = Annotated[Bias, _at_most(limits.LOGIT_BIAS.most, _num_entries, "tokens")] | None
-few_values = _at_most(limits.TEMPLATE_VALUES.most, _num_values, "values")
+few_values = _at_most(limits.TEMPLATE_VALUES.most, num_values, "values")
 few_ids = _at_most(limits.IDS.most, _num_ids, "token ids")
 few_parts = _at_most(limits.MESSAGES.most, _num_parts, "messages and parts")
 few_tool_values = _at_most(limits.TOOL_VALUES.most, _num_tool_values, "values")
+few_call_values = _at_most(limits.CALL_VALUES.most, _num_call_values, "values")
 Ignored = Annotated[Any, few_values]
 """A field without effect."""
 
@@ -280,7 +292,7 @@ class Resumable(Harmless):
 
     seed: Seed = None
     return_token_ids: bool | None = None
-    delivered_token_ids: Annotated[list[TokenId], Field(max_length=limits.DELIVERED.most)] | None = None
+    delivered_token_ids: Annotated[Few[TokenId], Field(max_length=limits.DELIVERED.most)] | None = None
     """Output ids that came before a stream broke off: the answer goes on after them. Needs `seed` or temperature 0."""
 
 
@@ -304,7 +316,7 @@ class Sampled(Resumable):
     min_tokens: Natural = 0
     ignore_eos: bool = False
     stop_token_ids: StopIds = None
-    priority: Annotated[int, Field(ge=-INT64, lt=INT64)] = 0
+    priority: Int = 0
     """Lower is earlier. A request of priority p waits as one that arrived 10 p seconds later; beyond 10 counts as 10,
     so none starves. Requests of other keys are not passed: keys share by weight."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w.:-]+$")] | None = None

@@ -34,6 +34,7 @@ from lpr.serve.bodies.fields import (
     Stop,
     TextOr,
     by_type,
+    few_call_values,
     few_parts,
     few_tool_values,
     tagged,
@@ -58,7 +59,7 @@ class ToolUse(Body):
     type: Literal["tool_use"]
     id: Label
     name: FunctionName
-    input: dict[str, Any]
+    input: Annotated[dict[str, Any], few_call_values]
     cache_control: Ignored = None
     caller: Ignored = None
     toolset_name: Ignored = None

@@ -32,6 +32,8 @@ from lpr.serve.ranks.line import PULSE_EVERY, FrontGoneError, Line
 if TYPE_CHECKING:
     from lpr.fleet.sharing import SharedDrafts  # its client is an optional package
 
+MOST_READ = 1024
+"""Delivered tokens of new requests that are read between two steps, at least those of one request."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -142,6 +144,8 @@ class EngineBridge(StepHooks):
         self._learns = learns
         self._line = line
         self._open: dict[int, Request] = {}
+        self._new: dict[int, Submit] = {}
+        """Requests that are not submitted yet."""
         self._num_steps = 0
         self._ready: list[Chunk] = []
         """Chunks outside steps, to be sent with the next ones."""
@@ -166,13 +170,17 @@ class EngineBridge(StepHooks):
             self.engine.hooks = StepHooks()
 
     def _obey(self, messages: Sequence[ToDriver]) -> bool:
-        """Do what the front says; False after Stop."""
+        """Do what the front says; False after Stop.
+
+        Requests are submitted after those that end, and as many as can be read without a delay of the others.
+        """
         for message in messages:
             if isinstance(message, Stop):
                 return False
             if isinstance(message, Submit):
-                self._ready += self._submit(message)
+                self._new[int(message.id)] = message
             elif isinstance(message, Abort):
+                self._new.pop(int(message.id), None)
                 request = self._open.pop(int(message.id), None) or self.engine.requests.get(message.id)
                 if request is not None:
                     self.engine.abort(request)
@@ -180,6 +188,11 @@ class EngineBridge(StepHooks):
                 self._finish(message)
             else:
                 self._resume(message)
+        num_read = 0
+        while self._new and num_read < MOST_READ:
+            message = self._new.pop(next(iter(self._new)))
+            num_read += len(message.token_ids) - message.num_prompt
+            self._ready += self._submit(message)
         return True
 
     def begin_step(self) -> None:
@@ -198,7 +211,7 @@ class EngineBridge(StepHooks):
 
     @property
     def _is_idle(self) -> bool:
-        return self.engine.is_idle and (self._drafts is None or not self._drafts.is_waiting)
+        return self.engine.is_idle and not self._new and (self._drafts is None or not self._drafts.is_waiting)
 
     def _learn(self) -> None:
         """Learn some of what other replicas have finished, and hand over a snapshot if one is due."""
@@ -266,6 +279,8 @@ class EngineBridge(StepHooks):
 
     def _finish(self, message: Finish) -> None:
         """End a request whose text is complete, and send its usage at once, as the client waits for it."""
+        if (new := self._new.pop(message.id, None)) is not None:
+            self._ready += self._submit(new)
         request = self._open.pop(message.id, None)
         if request is not None:  # otherwise its last chunk is on its way
             self.engine.abort(request)

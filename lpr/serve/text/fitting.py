@@ -187,7 +187,7 @@ class Fit:
             message["thinking"] = thought  # gpt-oss's name; transformers gives both as well
         if self.as_object and message.get("tool_calls"):
             message["tool_calls"] = [
-                {**each, "function": {**each["function"], "arguments": _object(each["function"]["arguments"])}}
+                {**each, "function": {**each["function"], "arguments": object_of(each["function"]["arguments"])}}
                 for each in message["tool_calls"]
             ]
         return message
@@ -208,10 +208,12 @@ def _joined(contents: Iterable[Any]) -> Any:
     return BETWEEN.join(map(text_of, given))
 
 
-def _object(text: str) -> Any:
+def object_of(text: str) -> Any:
     """Arguments as an object, if they are one, else as they are."""
     try:
         value = json.loads(text) if text else {}
+        if "\\ud" in text.lower():  # half of a surrogate pair is no text
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
@@ -365,7 +367,7 @@ def marked(given: Sequence[Plain]) -> tuple[list[Plain], dict[str, tuple[str, st
             message["tool_calls"] = []
             for number, call in enumerate(calls):
                 text, place = call["function"]["arguments"], (at, "tool_calls", number, "function", "arguments")
-                value = _object(text)
+                value = object_of(text)
                 if isinstance(value, dict):  # one entry shows that they arrive
                     text = json.dumps({name: word(str(each) or name, *place) for name, each in list(value.items())[:1]})
                 else:

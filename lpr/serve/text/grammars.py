@@ -13,7 +13,7 @@ from lpr.protocol import ErrorCode
 from lpr.serve import limits
 from lpr.serve.bodies.completions import ResponseFormat
 from lpr.serve.errors import ApiError, bad
-from lpr.serve.sandbox import ExhaustedError, sandbox
+from lpr.serve.sandbox import ExhaustedError, Sandbox
 
 MOST_KEPT = 256
 """Grammars whose verdicts are remembered."""
@@ -29,8 +29,10 @@ class _Verdict(NamedTuple):
 class Grammars:
     """Compiles grammars, and remembers the results by content."""
 
-    def __init__(self) -> None:
-        self.sandbox = sandbox("lpr.serve.text.grammar_tasks", limits.GRAMMAR_TIME, limits.GRAMMAR_MEMORY)
+    def __init__(self, sandbox: Sandbox) -> None:
+        """Compile in `sandbox`, one of whose tasks is `compile_grammar`."""
+        self.sandbox = sandbox
+        self._within = (limits.GRAMMAR_TIME.most / 1000, limits.GRAMMAR_MEMORY.most << 20)
         self._known: OrderedDict[tuple[str, str], _Verdict] = OrderedDict()
         self._running: dict[tuple[str, str], asyncio.Task[_Verdict]] = {}
         self._num_waiting: dict[tuple[str, str], int] = {}
@@ -40,28 +42,28 @@ class Grammars:
         """True if llguidance is, without which every grammar is refused."""
         return find_spec("llguidance") is not None
 
-    async def compiled(self, wanted: ResponseFormat) -> str:
-        """The grammar of a text in llguidance's JSON form.
+    async def compiled(self, wanted: ResponseFormat, key: str = "") -> str:
+        """The grammar of a text in llguidance's JSON form, for a client with `key`.
 
         Raises ApiError for one that cannot be used, and if llguidance is not installed.
         """
-        return await self._checked("response_format." + _PARAMS.get(wanted.type, "type"), *_source(wanted))
+        return await self._checked("response_format." + _PARAMS.get(wanted.type, "type"), *_source(wanted), key)
 
-    async def held(self, lark: str) -> str:
+    async def held(self, lark: str, key: str = "") -> str:
         """The same for a grammar of lpr's own, which holds calls of tools; raises ApiError."""
-        return await self._checked("tools", "lark", lark)
+        return await self._checked("tools", "lark", lark, key)
 
-    async def _checked(self, param: str, kind: str, text: str) -> str:
+    async def _checked(self, param: str, kind: str, text: str, client: str) -> str:
         if not self.is_installed:
             name = param.partition(".")[0]
             message = f"{name} needs the package llguidance: pip install 'lpr[grammar]'"
             raise bad(name, message, ErrorCode.NOT_INSTALLED)
-        verdict = await self._verdict(kind, text)
+        verdict = await self._verdict(kind, text, client)
         if verdict.problem:
             raise bad(param, f"{param}: {verdict.problem}")
         return verdict.grammar
 
-    async def _verdict(self, kind: str, text: str) -> _Verdict:
+    async def _verdict(self, kind: str, text: str, client: str) -> _Verdict:
         """The verdict on a grammar, which requests for the same one wait for together."""
         if problem := _too_large(kind, text):
             return _Verdict("", problem)
@@ -70,7 +72,7 @@ class Grammars:
             self._known.move_to_end(key)
             return self._known[key]
         if key not in self._running:
-            self._running[key] = asyncio.create_task(self._compile(kind, text))
+            self._running[key] = asyncio.create_task(self._compile(kind, text, client))
         task = self._running[key]
         self._num_waiting[key] = self._num_waiting.get(key, 0) + 1
         try:
@@ -82,9 +84,10 @@ class Grammars:
                 del self._num_waiting[key]
                 self._running.pop(key, None)
 
-    async def _compile(self, kind: str, text: str) -> _Verdict:
+    async def _compile(self, kind: str, text: str, client: str) -> _Verdict:
         try:
-            verdict = _Verdict(await self.sandbox.run("compile_grammar", kind, text), "")
+            compiling = self.sandbox.run("compile_grammar", kind, text, key=client, size=len(text), within=self._within)
+            verdict = _Verdict(await compiling, "")
         except ExhaustedError as failure:
             verdict = _Verdict("", f"it needs {failure}")
         except ApiError as failure:

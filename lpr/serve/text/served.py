@@ -16,9 +16,10 @@ from lpr.serve.errors import ApiError, bad, too_long
 from lpr.serve.jobs import Wanted
 from lpr.serve.messages import Facts
 from lpr.serve.text.calls import NAMES, Thoughts
-from lpr.serve.text.chat_template import CONTINUE, MOST_RENDERED, ChatTemplates, render_prompt
+from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates
+from lpr.serve.text.conversation import prompt_of
 from lpr.serve.text.fim import Filler, filler
-from lpr.serve.text.fitting import Plain, text_of
+from lpr.serve.text.fitting import text_of
 from lpr.serve.text.replies import Family, Replies
 from lpr.serve.text.tokens import Tokens
 from lpr.serve.text.windows import window_of
@@ -109,44 +110,15 @@ class Served:
             raise too_long(f"{len(text)} characters, which are at least {least} tokens,", self.facts.max_length, param)
         return least
 
-    def conversation(self, body: ChatBody | TokenizeBody) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The messages and variables for the model's template; raises ApiError."""
-        if not self.templates:
-            message = "messages: the model has no chat template; use /v1/completions"
-            raise bad("messages", message, ErrorCode.NO_CHAT_TEMPLATE)
-        if self.templates.failure is not None:
-            raise bad(
-                "messages", f"messages: {self.templates.failure}; use /v1/completions", ErrorCode.NO_CHAT_TEMPLATE
-            )
-        given: dict[str, Any] = getattr(body, "chat_template_kwargs", None) or {}
-        for name in self.templates.reserved & set(given):
-            raise bad("chat_template_kwargs", f"chat_template_kwargs: {name!r} is not free to be set")
-        messages = [message.plain() for message in body.messages or ()]
-        variables: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
-        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
-            variables |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
-        variables |= given
-        if body.continue_final_message:
-            last = messages[-1]
-            if last["role"] == "assistant" and last.keys() <= {"role", "content"} and not text_of(last["content"]):
-                messages, variables["add_generation_prompt"] = messages[:-1], True  # nothing is begun
-            else:
-                variables |= {"add_generation_prompt": False, CONTINUE: True}
-        if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
-            variables["tools"] = [
-                tool.model_dump(exclude_none=True, by_alias=True, exclude={"cache_control"}) for tool in body.tools
-            ]
-        return messages, variables
-
     @property
     def most_characters(self) -> int:
         """Characters that a prompt can have."""
         lengths = self.tokens.lengths
         return MOST_RENDERED if lengths is None else limits.CONTEXT.most * lengths.longest * self.facts.max_length
 
-    def chat_text(self, messages: Sequence[Plain], variables: Mapping[str, Any]) -> str:
+    def chat_text(self, body: ChatBody | TokenizeBody) -> str:
         """The text of a conversation; raises ApiError if the model's template refuses it, or if it is too long."""
-        return render_prompt(self.templates, messages, variables, self.most_characters)
+        return prompt_of(self.templates, body, self.most_characters)
 
     def replies(self, body: ChatBody, prompt: str) -> Replies:
         """How the replies to a conversation are read; raises ApiError for tools that cannot be called."""

@@ -32,6 +32,7 @@ class Tokens:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._literal.encode_special_tokens = True
+        self._texts: dict[int, str] = {}
         self.lengths = lengths_of(source)
         """The longest tokens; None if a token can stand for any number of characters."""
         with_special = self._plain.encode("a").ids
@@ -87,7 +88,10 @@ class Tokens:
 
     def text_of(self, token: int) -> str:
         """One token as text; a part of a character shows as U+FFFD."""
-        return self.bytes_of(token).decode("utf-8", "replace")
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.bytes_of(token).decode("utf-8", "replace")
+        return text
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that one token stands for."""

@@ -209,3 +209,46 @@ def noise(client: Client) -> Counter[str]:
     with client.connect() as link:
         link.sendall(client.dice.randbytes(client.dice.randrange(1, 2000)))
     return Counter(("left",))
+
+
+@probe(*HELD, "left")
+def closed_bodies(client: Client) -> Counter[str]:
+    """Bodies of 2 MB whose client leaves 60 ms after it has sent them."""
+    body = b'{"prompt":"' + b"a" * 2_000_000 + b'"}'
+    lines = ("Content-Type: application/json", f"Content-Length: {len(body)}")
+    for _ in range(8):
+        with contextlib.suppress(OSError), client.connect() as link:
+            link.sendall(client.head("POST", "/v1/completions", *lines) + body)
+            client.wait(0.06)
+    return Counter(("left",))
+
+
+@probe("left")
+def open_and_close(client: Client) -> Counter[str]:
+    """100 requests for eight texts, each closed at once."""
+    body = b'{"prompt":"a","n":8,"max_tokens":100}'
+    lines = ("Content-Type: application/json", f"Content-Length: {len(body)}")
+    for _ in range(100):
+        with contextlib.suppress(OSError), client.connect() as link:
+            link.sendall(client.head("POST", "/v1/completions", *lines) + body)
+    return Counter(("left",))
+
+
+@probe("400", "closed")
+def one_byte_chunks(client: Client) -> Answer:
+    """A body of 30,000 chunks of a byte."""
+    head = client.head("POST", "/v1/completions", "Content-Type: application/json", "Transfer-Encoding: chunked")
+    return client.send([head, b"1\r\n \r\n" * 30_000])
+
+
+@probe("400", "closed")
+def two_lengths(client: Client) -> Answer:
+    """A Content-Length beside a Transfer-Encoding."""
+    lines = ("Content-Type: application/json", "Content-Length: 4", "Transfer-Encoding: chunked")
+    return client.send([client.head("POST", "/v1/completions", *lines), b"2\r\n{}\r\n0\r\n\r\n"])
+
+
+@probe("401", "404")
+def long_paths(client: Client) -> Answer:
+    """A path of 10,000 encoded zeros without a key."""
+    return client.ask("GET", "/" + "%00" * 10_000, key="")

@@ -189,3 +189,51 @@ def fields(client: Client) -> Answer:
     body: dict[str, Any] = {"prompt": "a", "max_tokens": 3}
     body |= {dice.choice(NAMES): dice.choice(VALUES) for _ in range(dice.randrange(1, 4))}
     return client.post(body, dice.choice(PATHS))
+
+
+LONG_STOPS = ["a" * 1022 + end for end in "bcdefghijklmnopq"]
+
+
+def _calls(arguments: str) -> bytes:
+    message = f'{{"role":"assistant","content":[{{"type":"tool_use","id":"c","name":"f","input":{arguments}}}]}}'
+    return f'{{"max_tokens":1,"messages":[{message}]}}'.encode()
+
+
+SHAPES: dict[str, tuple[str, str, Any]] = {
+    # Name: what it is, the path, the body.
+    "stops_after_delivered": ("3,900 equal delivered ids and 16 stop strings that almost match", "/v1/completions",
+        {**FEW, "temperature": 0, "max_tokens": 3950, "delivered_token_ids": [68] * 3900, "stop": LONG_STOPS}),
+    "json_in_json": ("2 MB of empty lists in the input of a call", "/v1/messages",
+        _calls('{"a":[' + "[]," * 690_000 + "[]]}")),
+    "json_in_a_string": ("2 MB of empty lists in the arguments of a call", "/v1/chat/completions",
+        {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function":
+            {"name": "f", "arguments": '{"a":[' + "[]," * 600_000 + "[]]}"}}]}]}),
+    "wide_schema": ("a tool of 16,000 properties and as many other required names", "/v1/chat/completions",
+        {**CHAT, "tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters":
+            {"type": "object", "properties": {f"p{at}": {} for at in range(16_000)},
+             "required": [f"q{at}" for at in range(16_000)]}}}]}),
+    "echoed_scores": ("8 prompts of the whole context, echoed with 20 log-probabilities", "/v1/completions",
+        {"prompt": [[68] * 4000] * 8, "echo": True, "logprobs": 20, "max_tokens": 1}),
+    "many_fields": ("128 fillings with 256 response_fields of 1,000 characters", "/infill",
+        {"input_prefix": "a", "input_suffix": "", "n_cmpl": 128, "n_predict": 1,
+         "response_fields": [f"{at:04}" + "/a" * 498 for at in range(256)]}),
+    "wrong_delivered": ("2 MB of wrong delivered ids", "/v1/completions",
+        filled('{"prompt":"a","delivered_token_ids":[', '"a"', "]}")),
+    "utf_16": ("half of a surrogate pair in UTF-16", "/v1/completions", '{"prompt":"a\\ud83d"}'.encode("utf-16")),
+    "many_digits": ("max_tokens of 4,300 digits", "/v1/completions",
+        b'{"prompt":"a","max_tokens":' + b"9" * 4300 + b"}"),
+    "tiny_penalty": ("a repetition_penalty of 5e-324", "/v1/completions", {**FEW, "repetition_penalty": 5e-324}),
+}  # fmt: skip
+"""Bodies of the second reading."""
+
+
+def _register(name: str, what: str, path: str, body: Any) -> None:
+    def once(client: Client) -> Answer:
+        return client.post(body, path)
+
+    once.__name__, once.__doc__ = name, what + "."
+    probe("200", "400", "413")(once)
+
+
+for _name, _shape in SHAPES.items():
+    _register(_name, *_shape)

@@ -10,7 +10,7 @@ from lpr.engine.request import Request
 from lpr.engine.text import TextStream
 from lpr.protocol import Abort, Chunk, ProtocolError, Stop, Submit
 from lpr.serve.messages import Facts, Finish, Load, Pulse, Resume, Stepped
-from lpr.serve.ranks.bridge import EngineBridge
+from lpr.serve.ranks.bridge import MOST_READ, EngineBridge
 
 PROMPT = "def fibonacci(n):\n    "
 NUM = 40
@@ -245,3 +245,31 @@ def test_the_front_knows_before_a_step_which_requests_it_runs(engine):
         elif isinstance(message, Stepped):
             assert begun >= {chunk.id for chunk in message.chunks}
     assert begun == set(range(20, 26))
+
+
+def test_delivered_text_is_read_a_little_between_two_steps_and_never_after_an_abort(engine, monkeypatch):
+    """One turn reads what one request has delivered, however many come; those that end meanwhile cost nothing."""
+    read, submit_one = [], EngineBridge._submit
+
+    def counting(self, message):
+        read.append((self._num_steps, message.id))
+        return submit_one(self, message)
+
+    monkeypatch.setattr(EngineBridge, "_submit", counting)
+    prompt, params = engine.encode(PROMPT), SamplingParams(max_new_tokens=MOST_READ + 8, ignore_eos=True)
+    many = [submit(id, params, prompt, prompt[-1:] * MOST_READ) for id in range(700, 704)]
+    drive(engine, *many, submit(704, params, prompt), Abort(702), steps=6)
+    assert [id for _, id in read] == [700, 701, 703, 704]
+    assert len({step for step, _ in read[:3]}) == 3
+    for request in list(engine.requests.values()):
+        engine.abort(request)
+
+
+def test_delivered_text_is_decoded_once(engine, monkeypatch):
+    made, prompt = [], engine.encode(PROMPT)
+    monkeypatch.setattr(
+        TextStream, "extend", lambda self, ids, extend=TextStream.extend: made.append(len(ids)) or extend(self, ids)
+    )
+    params = SamplingParams(max_new_tokens=NUM, ignore_eos=True)
+    line = drive(engine, submit(710, params, prompt, prompt[-1:] * 30))
+    assert made.count(30) == 1 and line.chunks(710)[0].start_character > 0

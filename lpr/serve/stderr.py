@@ -1,0 +1,51 @@
+"""What the front writes to stderr: a reader that has stopped, or a full disk, holds up nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from typing import Any, TextIO
+
+from lpr.serve import limits
+
+
+class Unblocking:
+    """A text stream that a thread writes. What the thread cannot keep up with is dropped, and counted in the end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Write to `stream`."""
+        self._stream = stream
+        self._queue: queue.Queue[str | None] = queue.Queue(limits.LOG.most)
+        self._num_dropped = 0
+        self._thread = threading.Thread(target=self._work, name="lpr-stderr", daemon=True)
+        self._thread.start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Queue `text`."""
+        try:
+            self._queue.put_nowait(text)
+        except queue.Full:
+            self._num_dropped += 1
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: the thread flushes."""
+
+    def close(self, seconds: float = 1.0) -> None:
+        """Let the thread write what is queued, for at most so long."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=seconds)
+            self._thread.join(seconds)
+
+    def _work(self) -> None:
+        while (text := self._queue.get()) is not None:
+            dropped, self._num_dropped = self._num_dropped, 0
+            if dropped:
+                text += f"lpr.serve: {dropped} writes to stderr were dropped, as nobody read them\n"
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.write(text)
+                self._stream.flush()
