@@ -21,6 +21,7 @@ from lpr.cli.generate import main, parse
 from lpr.cli.jobs import Keeping
 from lpr.config import InputError
 from lpr.core.suffix_index import MAX_MATCH
+from lpr.dist.runtime import World
 from lpr.engine.trie_file import read_trie
 from tests.fakes.paths import ROOT
 from tests.fakes.prompts import PROMPTS
@@ -68,6 +69,12 @@ def test_bad_lines_are_named_and_the_others_completed(tmp_path: Path, capsys: py
     assert len(err) == 4
 
 
+def restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next job be a second attempt, as torchrun begins one. Its variable alone would be a leftover."""
+    again = World(rank=0, size=1, local_rank=0, attempt=1, launched=False)
+    monkeypatch.setattr(World, "from_environment", lambda: again)
+
+
 def test_a_restarted_job_still_reports_its_bad_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +83,7 @@ def test_a_restarted_job_still_reports_its_bad_lines(
     arguments = ["--prompts", str(source), "--output", str(target), "--max-new-tokens", "4", "--json"]
     assert main(arguments) == 2
     before = target.read_bytes()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    restart(monkeypatch)
     capsys.readouterr()
     assert main(arguments) == 2
     assert target.read_bytes() == before
@@ -92,7 +99,7 @@ def check_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main([*arguments, "--trie", str(tmp_path / "whole")]) == 0
     undisturbed = target.read_bytes()
     target.write_bytes(b"".join(undisturbed.splitlines(keepends=True)[:2]))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    restart(monkeypatch)
     assert main([*arguments, "--trie", str(tmp_path / "again")]) == 0
     assert target.read_bytes() == undisturbed
     whole, again = (read_trie(tmp_path / name) for name in ("whole", "again"))

@@ -316,7 +316,7 @@ def test_requests_submitted_in_a_step_begin_behind_it(engine: Engine, expected: 
 
 def test_a_step_in_a_step_is_refused(engine: Engine, expected: list[list[int]]) -> None:
     engine.hooks = Calling("busy", engine.step)
-    with pytest.raises(RuntimeError, match="the engine is in a step"):
+    with pytest.raises(RuntimeError, match="within a step"):
         engine.generate(PROMPTS, PARAMS)
     assert_right(engine, expected)
 

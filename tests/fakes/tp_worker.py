@@ -265,4 +265,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(World.from_environment(), main())
+    leave(main())

@@ -21,6 +21,7 @@ pytest.importorskip("redis", reason="needs pip install 'lpr[fleet]'")
 import redis
 
 import lpr
+from lpr import InputError
 from lpr.core.suffix_index import END
 from lpr.engine.drafts import DraftIndexes
 from lpr.fleet import entries, sharing, snapshots, store, streams
@@ -204,7 +205,7 @@ def test_garbage_costs_nothing_and_is_counted(loaded, plain, server):
 
 def test_a_vocabulary_that_is_not_looked_at_is_found(loaded, plain, server, monkeypatch):
     monkeypatch.setattr(streams, "within_vocabulary", lambda tokens, size: (tokens, 0))
-    with pytest.raises(IndexError):
+    with pytest.raises(InputError, match="outside the model's vocabulary"):
         check_hostile(loaded, plain, server)
 
 

@@ -300,6 +300,7 @@ def test_a_forward_that_computes_with_the_cached_length_is_noticed(model: PreTra
         return inner(tokens) * (1 + 0.001 * (step.length if step is not None else 0))
 
     embed.forward = shifted
+    engine.replica.watch.note()
     captured(engine)
     engine.generate(PROMPTS[:1], GREEDY[:1])
     assert engine.model.graph_reason is not None and "cached length" in engine.model.graph_reason
@@ -401,6 +402,7 @@ def to_meta(engine: Engine) -> None:
     engine.model.cache = None
     layers = engine.replica.like.layer_tensors
     layers.update({layer: (pair[0].to("meta"), pair[1].to("meta")) for layer, pair in layers.items()})
+    engine.replica.watch.note()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

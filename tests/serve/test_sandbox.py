@@ -377,7 +377,7 @@ SHORT = [
     ("/v1/completions", b"\xff"),
     ("/v1/completions", b'{"prompt": "\\ud800"}'),
     ("/v1/completions", b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}"),
-    ("/v1/completions", b'{"prompt": "a", "max_tokens": -1}'),
+    ("/v1/completions", b'{"prompt": "a", "max_tokens": -2}'),
     ("/v1/completions", b'{"prompt": "a", "temperature": NaN}'),
     ("/v1/completions", b'{"prompt": "a", "temperature": 1e999}'),
     ("/v1/completions", b'{"prompt": "a", "seed": 99999999999999999999999999}'),
