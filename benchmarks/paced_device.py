@@ -27,9 +27,9 @@ from lpr.core.step_times import StepTimes
 from lpr.core.wire import first_result, node_width, result_words
 from lpr.dist.comm import Comm
 from lpr.engine.engine import Engine
-from lpr.model.inputs import Row
+from lpr.model.graph_inputs import NODE_BUCKETS, static_shape
+from lpr.model.input_builder import Row
 from lpr.model.sampling.selection import Selection
-from lpr.model.static_inputs import NODE_BUCKETS, static_shape
 
 SCORE_STEP = 24
 """Score of each further candidate (see lpr.core.recycle): a fifth of the probability of the one before."""

@@ -88,10 +88,10 @@ share_of_workers: Callable[..., list[int]] | None = getattr(_extension, "share_o
 """Loops of the extension in torch's team of threads (lpr.model.threads), and a loop that does nothing else."""
 
 PagedAttention: Callable[..., Any] | None = getattr(_extension, "PagedAttention", None)
-"""Attention over pages (lpr.model.kernels.native_attention)."""
+"""Attention over pages (lpr.model.attention.native)."""
 
 attend_in_order: Callable[..., None] | None = getattr(_extension, "attend_in_order", None)
-"""Exact attention (lpr.model.exact.in_order); without the extension torch's matrix products do it, in another order."""
+"""Exact attention (lpr.model.attention.in_order); without the extension torch does it, in another order."""
 
 rms_norm: Callable[..., None] | None = getattr(_extension, "rms_norm", None)
 rotate: Callable[..., None] | None = getattr(_extension, "rotate", None)

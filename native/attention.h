@@ -1,4 +1,4 @@
-// Attention of one sequence's entries, each over its own path in the order of positions (lpr.model.exact.in_order).
+// Attention of one sequence's entries, each over its own path in the order of positions (lpr.model.attention.in_order).
 //
 // Every sum is written out lane by lane, and no multiplication is fused with an addition, so that the bits of an entry
 // depend neither on the entries beside it nor on the machine's vectors: a vector type of 16 floats means the same

@@ -1,4 +1,4 @@
-// Exact attention on a CPU (lpr.model.exact.in_order), without the interpreter's lock.
+// Exact attention on a CPU (lpr.model.attention.in_order), without the interpreter's lock.
 #include "attention.h"
 #include "bindings.h"
 #include "paged_step.h"

@@ -1,4 +1,4 @@
-// Attention over pages (lpr.model.kernels.native_attention), without the interpreter's lock.
+// Attention over pages (lpr.model.attention.native), without the interpreter's lock.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("fp-contract=fast")  // here multiplications may be fused with additions
 #endif

@@ -1,4 +1,4 @@
-// Attention of a step's trees over pages of keys and values, for a CPU: lpr.model.kernels.native_attention.
+// Attention of a step's trees over pages of keys and values, for a CPU: lpr.model.attention.native.
 //
 // A work item takes the entries of a sequence with all heads of a GQA group ("lanes") and a piece of the keys, 64 at a
 // time, so that keys and values are read once for the whole tree. Lanes lie side by side in vectors: scores are [keys,

@@ -38,7 +38,7 @@ inline std::vector<uint64_t> ancestor_words(const Tokens& parents, size_t num_wo
   return words;
 }
 
-// The words of a graph step's rows (lpr/model/static_inputs.py): bits, tokens, positions and cache rows of B rows with T
+// The words of a graph step's rows (lpr/model/graph_inputs.py): bits, tokens, positions and cache rows of B rows with T
 // entries each, padded on the left, and per row the committed and the real entries.
 class RowWords {
  public:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.parts import Sizes, measured, median_ms, wait
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.model.inputs import Row
+from lpr.model.input_builder import Row
 from lpr.model.kv_cache import KVCache
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.engines import plain, stock_generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.core.step_times import KNOTS
-from lpr.model.capture import CudaCapturer
+from lpr.model.graph_capture import CudaCapturer
 from lpr.model.sampling import choice, specification
 from lpr.model.sampling.selection import Selection
 from lpr.planner.facts import read_preset

@@ -21,7 +21,7 @@ from lpr.core.budgets import Budgets
 from lpr.core.heads import block_words
 from lpr.dist.comm import Comm
 from lpr.model.exact.check import Heights
-from lpr.model.inputs import Row
+from lpr.model.input_builder import Row
 from lpr.model.transfer import copy_over, to_device
 from lpr.native import Conclusion, StepDraft
 from lpr.protocol import MeshError, TokenLogprobs

@@ -17,7 +17,7 @@ from lpr.core.accept import NOT_A_NUMBER
 from lpr.core.heads import block_words
 from lpr.engine.request import Request
 from lpr.model.heads.guesses import Chain
-from lpr.model.inputs import Row
+from lpr.model.input_builder import Row
 from lpr.model.runner import TreeModel
 from lpr.native import StepDraft, TokenTree
 

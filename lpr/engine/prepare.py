@@ -16,15 +16,15 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.engine.exchange import check_replica, common_heights, worst_of_replica
 from lpr.engine.options import EngineOptions, load_step_times
-from lpr.model.compiled import refusal
 from lpr.model.fused.accelerate import accelerate
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, head_digest, lack_of_memory, model_digest, tokenizer_digest
-from lpr.model.packing import has_room_to_pack, pack_projections
+from lpr.model.rewrite.merged_linear import has_room_to_pack, pack_projections
+from lpr.model.rewrite.sharded_layers import vocabulary_head
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.self_check import check_compiled, self_check
-from lpr.model.split_layers import vocabulary_head
+from lpr.model.torch_compile import refusal
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from lpr.core.constants import KNOTS
 from lpr.core.step_times import SHORTEST_KV, SLACK, Key, StepTimes, StepTimesTracker, at_knots, interpolate
 from lpr.dist.comm import Comm, is_driver
 from lpr.engine.request import Outcome, Request
-from lpr.model.inputs import Row
+from lpr.model.input_builder import Row
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection

@@ -21,7 +21,7 @@ from lpr.engine.exchange import Exchange
 from lpr.engine.guesses import guess
 from lpr.engine.hooks import StepHooks
 from lpr.engine.request import Outcome, Request
-from lpr.model.inputs import Row
+from lpr.model.input_builder import Row
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.processors import ProcessorPath
 from lpr.model.sampling.selection import Selection

@@ -13,18 +13,18 @@ import torch
 from transformers import PreTrainedModel
 
 from lpr.config import InputError
-from lpr.model.attention import TREE_ATTENTION, TREE_MASK_ONLY
+from lpr.model.attention.dense import TREE_ATTENTION, TREE_MASK_ONLY
+from lpr.model.attention.layer_rules import EXACT_KERNELS, KERNELS, load_kernel
+from lpr.model.attention.native import why_not_native
+from lpr.model.attention.sparse import SPARSE_ATTENTION, selects
 from lpr.model.exact import check
 from lpr.model.families import adapt, is_recurrent
-from lpr.model.inputs import build_inputs, build_page_inputs
-from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS, load_kernel
-from lpr.model.kernels.native_attention import why_not_native
+from lpr.model.input_builder import build_inputs, build_page_inputs
 from lpr.model.kv_cache import KVCache
+from lpr.model.multimodal import set_attention, takes_positions
 from lpr.model.recurrent.plug import has_kernels
-from lpr.model.sparse import SPARSE_ATTENTION, selects
-from lpr.model.split_layers import VocabularyHead
+from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.step_inputs import Row, StepInputs, current_step, step_scope
-from lpr.model.text_part import set_attention, takes_positions
 from lpr.model.transformers_versions import passed
 
 ATTENTION = ("auto", "sdpa", *KERNELS)

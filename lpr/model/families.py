@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lpr.model import sparse
+from lpr.model.attention import sparse
 from lpr.model.recurrent.plug import install, is_pluggable
 from lpr.model.step_inputs import StepInputs, current_step
 from lpr.model.transformers_versions import CACHE_ARGUMENTS, cache_argument

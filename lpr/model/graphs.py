@@ -21,11 +21,9 @@ from rich.progress import Progress
 
 from lpr.config import first_line
 from lpr.model.adapter import Adapter
-from lpr.model.capture import Capturer, NoWaiting, Program, WaitsError
-from lpr.model.compiled import CompiledForward
-from lpr.model.forward import EagerForward
-from lpr.model.sampling.selection import Selection
-from lpr.model.static_inputs import (
+from lpr.model.eager_forward import EagerForward
+from lpr.model.graph_capture import Capturer, NoWaiting, Program, WaitsError
+from lpr.model.graph_inputs import (
     FEW_KEYS,
     KV_BUCKETS,
     NODE_BUCKETS,
@@ -36,7 +34,9 @@ from lpr.model.static_inputs import (
     static_shape,
     wide_kv,
 )
+from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row, StepInputs
+from lpr.model.torch_compile import CompiledForward
 from lpr.model.transfer import Upload
 
 logger = logging.getLogger(__name__)

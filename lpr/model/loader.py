@@ -22,10 +22,10 @@ from lpr.core.digest import digest_of
 from lpr.model.families import position_limit
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import read_head
-from lpr.model.laying import laid_side_by_side
+from lpr.model.multimodal import check_generate, decoder_class, is_text, text_keys
 from lpr.model.parallel import TensorParallel, load_sharded
-from lpr.model.split_layers import local
-from lpr.model.text_part import check_generate, decoder_class, is_text, text_keys
+from lpr.model.rewrite.merged_loading import laid_side_by_side
+from lpr.model.rewrite.sharded_layers import local
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 """Names of the number of positions in configs."""

@@ -2,7 +2,7 @@
 
 Every rank takes the same tokens, holds its heads' K/V, and returns the logits of the whole vocabulary or, where a step
 asks for them, of its own part of the head (lpr.model.sampling.parts). Layers that transformers has split become plain
-modules (lpr.model.split_layers). Both backends can leave a layer whole without a
+modules (lpr.model.rewrite.sharded_layers). Both backends can leave a layer whole without a
 message, so every shape is checked after loading.
 """
 
@@ -26,10 +26,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from lpr.config import InputError
+from lpr.model.attention.sparse import selects
 from lpr.model.families import is_recurrent
-from lpr.model.sparse import selects
-from lpr.model.split_layers import local, make_plain
-from lpr.model.text_part import empty_decoder
+from lpr.model.multimodal import empty_decoder
+from lpr.model.rewrite.sharded_layers import local, make_plain
 from lpr.model.transformers_versions import split_over
 
 DEEPSPEED_FAMILIES = (

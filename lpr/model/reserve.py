@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lpr.model.graph_inputs import NODE_BUCKETS, bucket_of, node_buckets
 from lpr.model.graphs import MOST_COMMON, PENDING
-from lpr.model.laying import IN_FLIGHT
-from lpr.model.static_inputs import NODE_BUCKETS, bucket_of, node_buckets
+from lpr.model.rewrite.merged_loading import IN_FLIGHT
 
 CONTEXT = 640 << 20
 """Of the CUDA context and the kernels of torch's libraries, outside of torch's allocator. Estimated."""

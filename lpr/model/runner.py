@@ -14,22 +14,22 @@ from transformers import PreTrainedModel
 from lpr.config import PAGE_SIZE, InputError
 from lpr.core.heads import HeadDraft
 from lpr.model.adapter import Adapter, ShareHeights
-from lpr.model.capture import Capturer, CudaCapturer, uncapturable
-from lpr.model.compiled import CompiledForward
 from lpr.model.cpu.memory import settle
-from lpr.model.forward import EagerForward
+from lpr.model.eager_forward import EagerForward
+from lpr.model.graph_capture import Capturer, CudaCapturer, uncapturable
 from lpr.model.graphs import MOST_COMMON, GraphForward
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.heads.head import DraftHead
-from lpr.model.inputs import round_up
+from lpr.model.input_builder import round_up
 from lpr.model.kv_cache import KVCache, free_bytes
 from lpr.model.loader import lack_of_memory
 from lpr.model.reserve import MemoryNeeds, Steps, memory_needs, sizes_of
+from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.sampling.choice import has_kernels
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
-from lpr.model.split_layers import VocabularyHead
 from lpr.model.step_inputs import Row
+from lpr.model.torch_compile import CompiledForward
 
 
 def _nothing() -> None: ...

@@ -19,17 +19,17 @@ from transformers import PreTrainedModel
 
 from lpr.config import InputError, first_line
 from lpr.model.adapter import Adapter
-from lpr.model.attention import ComputedKeysError
+from lpr.model.attention.dense import ComputedKeysError
+from lpr.model.attention.sparse import few_selected
 from lpr.model.exact import BLOCK
 from lpr.model.families import refusal
+from lpr.model.graph_inputs import static_shape
 from lpr.model.kv_cache import KVCache
 from lpr.model.paged_cache import PagedCache
 from lpr.model.recurrent.gain import scaled
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_likeliest, gpu_pick
 from lpr.model.sampling.selection import Selection
-from lpr.model.sparse import few_selected
-from lpr.model.static_inputs import static_shape
 from lpr.model.step_inputs import Row
 
 logger = logging.getLogger(__name__)

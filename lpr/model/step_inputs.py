@@ -178,7 +178,7 @@ class StepInputs:
     cache: Any = None
     """The KVCache of the forward; set by the adapter, as `layer_rules` are."""
     layer_rules: dict[int | None, Any] = field(default_factory=dict)
-    """Per window or chunk the rule of such layers (lpr.model.kernels.hook), as the model's steps have found them."""
+    """Per window or chunk the rule of such layers (lpr.model.attention.layer_rules), as steps have found them."""
     made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     """By the id of a mask: the mask, so that no other tensor gets its id meanwhile, and what was made of it."""
     computed: int = -1

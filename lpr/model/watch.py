@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lpr.config import InputError
 from lpr.model.cpu.products import PrepackedLinear
-from lpr.model.packing import PackedLinear
+from lpr.model.rewrite.merged_linear import PackedLinear
 from lpr.model.runner import TreeModel
 
 _MOST_READ = 3

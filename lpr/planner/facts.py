@@ -24,11 +24,11 @@ from transformers.utils import logging as transformers_logging
 from lpr.config import DecodeConfig, InputError
 from lpr.model.adapter import Adapter
 from lpr.model.families import refusal
+from lpr.model.multimodal import empty_decoder
 from lpr.model.paged_cache import PagedCache
 from lpr.model.parallel import splits_heads, splits_layers
-from lpr.model.split_layers import generic_name
+from lpr.model.rewrite.sharded_layers import generic_name
 from lpr.model.step_inputs import Row
-from lpr.model.text_part import empty_decoder
 from lpr.model.transformers_versions import passed
 
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -14,7 +14,7 @@ from lpr.core.wire import payload_words
 from lpr.engine.kv_pool import GPU_SHARE, usable_tokens
 from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT
 from lpr.model.graphs import MOST_COMMON
-from lpr.model.inputs import round_up
+from lpr.model.input_builder import round_up
 from lpr.model.reserve import MemoryNeeds, RankSizes, Steps, memory_needs
 from lpr.planner.facts import ModelFacts, Weights
 

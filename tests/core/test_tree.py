@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lpr.core.accept import accept
 from lpr.core.tree import Source, TokenTree, ancestor_bits
-from lpr.model.inputs import ancestor_matrix
+from lpr.model.input_builder import ancestor_matrix
 
 
 @st.composite

@@ -18,7 +18,7 @@ from lpr.dist import group, heartbeat, nccl, runtime
 from lpr.dist.errors import CommError
 from lpr.dist.heartbeat import Heartbeat
 from lpr.engine.exchange import worst_of_replica
-from lpr.model.capture import CudaCapturer, Program
+from lpr.model.graph_capture import CudaCapturer, Program
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check

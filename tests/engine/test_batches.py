@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lpr import DecodeConfig, Engine, SamplingParams
-from lpr.model.inputs import Block, Row, StepInputs, build_inputs
+from lpr.model.input_builder import Block, Row, StepInputs, build_inputs
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import choose
@@ -229,7 +229,7 @@ def sees_an_entry_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
 
 
 def hides_a_token(patch: pytest.MonkeyPatch) -> None:
-    import lpr.model.attention as attention
+    import lpr.model.attention.dense as attention
 
     visible = attention.visible_nodes
 
@@ -266,7 +266,7 @@ def test_faults_of_packed_batches_are_noticed(
 ) -> None:
     """Both by the ids, in an engine that was sound when it was loaded, and at load; with masks, where the faults are.
 
-    Faults of attention over pages are in test_native_attention.py.
+    Faults of attention over pages are in tests/model/attention/test_native.py.
     """
     engine = batch_engine(5, attention="sdpa")
     assert ids(engine, GREEDY) == greedy_ids()

@@ -14,7 +14,7 @@ from lpr.config import InputError
 from lpr.dist.comm import agree
 from lpr.dist.errors import CommError
 from lpr.engine.exchange import DesyncError, Exchange, check_replica
-from lpr.model.inputs import Row
+from lpr.model.input_builder import Row
 from lpr.model.loader import model_digest
 from lpr.native import StepDraft
 from tests.fakes.altered_gather import change_received, change_sent

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 import lpr.engine.step
-import lpr.model.inputs
+import lpr.model.input_builder
 import lpr.model.sampling.specification
 import lpr.native
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.window import JacobiWindow
 from lpr.engine.exchange import Exchange
-from lpr.model.inputs import Row
+from lpr.model.input_builder import Row
 from lpr.model.paged_cache import PagedCache
 from lpr.native import StepDraft
 from tests.core.test_window import check_on_known_text
@@ -34,7 +34,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(model: PreTrainedModel) -> Engine:
-    """With masks, where some of the faults are; those of attention over pages are in test_native_attention.py."""
+    """With masks, where some of the faults are; those over pages: tests/model/attention/test_native.py."""
     return Engine.from_model(model, decode=DECODE, attention="sdpa")
 
 
@@ -90,7 +90,7 @@ def depth_counted_from_the_pending_chain(patch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_ancestor(patch: pytest.MonkeyPatch) -> None:
-    build = lpr.model.inputs.ancestor_matrix
+    build = lpr.model.input_builder.ancestor_matrix
 
     def mutant(parents: list[int]):  # type: ignore[no-untyped-def]
         matrix = build(parents).copy()
@@ -99,11 +99,11 @@ def dropped_ancestor(patch: pytest.MonkeyPatch) -> None:
                 matrix[node, parents[parent]] = False
         return matrix
 
-    patch.setattr(lpr.model.inputs, "ancestor_matrix", mutant)
+    patch.setattr(lpr.model.input_builder, "ancestor_matrix", mutant)
 
 
 def visible_sibling(patch: pytest.MonkeyPatch) -> None:
-    build = lpr.model.inputs.ancestor_matrix
+    build = lpr.model.input_builder.ancestor_matrix
 
     def mutant(parents: list[int]):  # type: ignore[no-untyped-def]
         matrix = build(parents).copy()
@@ -112,7 +112,7 @@ def visible_sibling(patch: pytest.MonkeyPatch) -> None:
                 matrix[node, node - 1] = True
         return matrix
 
-    patch.setattr(lpr.model.inputs, "ancestor_matrix", mutant)
+    patch.setattr(lpr.model.input_builder, "ancestor_matrix", mutant)
 
 
 def wrong_compaction_row(patch: pytest.MonkeyPatch) -> None:

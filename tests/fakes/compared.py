@@ -18,7 +18,7 @@ import torch
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.dist.comm import Comm
 from lpr.engine.request import Request
-from lpr.model.inputs import Row, StepInputs
+from lpr.model.input_builder import Row, StepInputs
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import load
 from lpr.model.sampling.selection import Selection

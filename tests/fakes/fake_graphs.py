@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lpr.model.capture import Capturer, NoWaiting, Program
+from lpr.model.graph_capture import Capturer, NoWaiting, Program
 
 
 @dataclass

@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from lpr.model.graph_inputs import StaticShape
 from lpr.model.kernels.attention_kernel import choose_tiles
-from lpr.model.packing import pack_projections
 from lpr.model.paged_cache import PagedCache
+from lpr.model.rewrite.merged_linear import pack_projections
+from lpr.model.rewrite.sharded_layers import generic_name, make_plain, vocabulary_head
 from lpr.model.runner import SharedWeights, TreeModel
-from lpr.model.split_layers import generic_name, make_plain, vocabulary_head
-from lpr.model.static_inputs import StaticShape
 
 GPU = torch.device("cuda", 0)
 H100 = types.SimpleNamespace(

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, core_model_loading
 
-from lpr.model.laying import IN_FLIGHT
+from lpr.model.rewrite.merged_loading import IN_FLIGHT
 from tests.fakes.caching_allocator import Block, CachingAllocator
 
 AHEAD = IN_FLIGHT

@@ -25,14 +25,14 @@ from lpr.dist.comm import ProcessComm
 from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join, leave
 from lpr.engine.exchange import DesyncError
-from lpr.model.capture import Capturer, Program
-from lpr.model.compiled import refusal
+from lpr.model.attention import layer_rules
 from lpr.model.fused.decoder_layer import DecoderLayer
-from lpr.model.kernels import hook
+from lpr.model.graph_capture import Capturer, Program
 from lpr.model.loader import load
-from lpr.model.packing import pack_projections
 from lpr.model.parallel import TensorParallel, local_shapes
-from lpr.model.split_layers import local
+from lpr.model.rewrite.merged_linear import pack_projections
+from lpr.model.rewrite.sharded_layers import local
+from lpr.model.torch_compile import refusal
 from tests.fakes.altered_gather import change_sent
 from tests.fakes.compared import PLAIN, SHAPES, Group, Worlds
 
@@ -116,8 +116,8 @@ def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, objec
     finally:
         torch.set_num_threads(1)
     if case.get("fault") == "rounding" and comm.rank:
-        attend_pages, in_one_call = hook.attend_pages, DecoderLayer._in_one_call
-        hook.attend_pages = lambda *given: attend_pages(*given) * (1 + 2**-23)
+        attend_pages, in_one_call = layer_rules.attend_pages, DecoderLayer._in_one_call
+        layer_rules.attend_pages = lambda *given: attend_pages(*given) * (1 + 2**-23)
         DecoderLayer._in_one_call = lambda *given: in_one_call(*given) * (1 + 2**-23)  # type: ignore[method-assign]
     shape = SHAPES["both, batch of 4, 2 ranks that share every tree"]
     texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, group.outputs, strict=True)]

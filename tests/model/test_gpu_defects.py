@@ -21,17 +21,18 @@ from lpr.dist import runtime
 from lpr.dist.rendezvous import Member, Rendezvous
 from lpr.dist.runtime import World, memory_of, sharing
 from lpr.engine.exchange import Exchange
-from lpr.model import attention, loader
-from lpr.model.capture import Capturer, uncapturable
+from lpr.model import loader
+from lpr.model.attention import dense, layer_rules
+from lpr.model.graph_capture import Capturer, uncapturable
+from lpr.model.graph_inputs import WIDE_KV, StaticShape, static_shape
 from lpr.model.graphs import MAX_GRAPHS, MOST_COMMON, GraphForward
-from lpr.model.inputs import Row, build_inputs
-from lpr.model.kernels import attention_kernel, hook
+from lpr.model.input_builder import Row, build_inputs
+from lpr.model.kernels import attention_kernel
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
-from lpr.model.static_inputs import WIDE_KV, StaticShape, static_shape
 from tests.fakes.fake_graphs import FakeCapturer
 from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
@@ -64,8 +65,8 @@ def test_experts_that_do_not_read_the_setting_are_not_refused_for_it(monkeypatch
 
 def test_the_kernel_is_imported_before_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     TreeModel(tiny_model(), attention="triton")
-    monkeypatch.setattr(hook, "import_module", None)
-    assert callable(hook._versions[hook.KERNELS["triton"]].tree_attention)
+    monkeypatch.setattr(layer_rules, "import_module", None)
+    assert callable(layer_rules._versions[layer_rules.KERNELS["triton"]].tree_attention)
 
 
 class CompilerError(Exception):
@@ -305,15 +306,15 @@ def test_soft_capped_scores_stay_within_float16(scaled_after: bool, monkeypatch:
     Scaled afterwards, the defect, both scores are infinite, and neither key is preferred.
     """
     if scaled_after:
-        with_extras = attention._attend_with_extras
+        with_extras = dense._attend_with_extras
 
         def mutant(query: Any, key: Any, value: Any, mask: Any, scoring: Any) -> Any:
             cap = scoring.softcap / scoring.scale
             return with_extras(query, key, value, mask, scoring._replace(scale=1.0, softcap=cap))
 
-        monkeypatch.setattr(attention, "_attend_with_extras", mutant)
+        monkeypatch.setattr(dense, "_attend_with_extras", mutant)
     query, key = torch.full((1, 1, 1, 256), 20.0).half(), torch.full((1, 1, 2, 256), 20.0).half()
     key[:, :, 1] = 18.0
     value = torch.tensor([1.0, 3.0]).half()[None, None, :, None].expand(1, 1, 2, 256)
-    found, _ = attention.tree_attention(None, query, key, value, None, scaling=256**-0.5, softcap=1e4)  # type: ignore[arg-type]
+    found, _ = dense.tree_attention(None, query, key, value, None, scaling=256**-0.5, softcap=1e4)  # type: ignore[arg-type]
     assert torch.equal(found, torch.ones_like(found)) == (not scaled_after)

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 import lpr.model.step_inputs
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.comm import Comm
-from lpr.model.capture import Capturer, NoWaiting, Program, uncapturable
+from lpr.model.graph_capture import Capturer, NoWaiting, Program, uncapturable
+from lpr.model.graph_inputs import KV_BUCKETS, NODE_BUCKETS, StaticShape, static_shape
 from lpr.model.graphs import GraphForward
-from lpr.model.inputs import Row, build_inputs
+from lpr.model.input_builder import Row, build_inputs
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
-from lpr.model.static_inputs import KV_BUCKETS, NODE_BUCKETS, StaticShape, static_shape
 from tests.fakes.fake_graphs import FakeCapturer
 from tests.fakes.models import tiny_model
 from tests.fakes.worlds import generate_on

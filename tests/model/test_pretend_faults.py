@@ -12,8 +12,8 @@ import torch
 from lpr.dist import nccl
 from lpr.dist.group import Download
 from lpr.engine.exchange import worst_of_replica
-from lpr.model import capture
-from lpr.model.capture import CudaCapturer
+from lpr.model import graph_capture
+from lpr.model.graph_capture import CudaCapturer
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.selection import Selection
@@ -309,7 +309,7 @@ def test_a_watchdogs_question_ends_a_capture_that_forbids_it(
 ) -> None:
     """Captures are of this thread alone; with torch's default, another thread's question makes them fail."""
     graph = torch.cuda.graph
-    monkeypatch.setattr(capture.torch.cuda, "graph", lambda *args, capture_error_mode, **how: graph(*args, **how))
+    monkeypatch.setattr(graph_capture.torch.cuda, "graph", lambda *args, capture_error_mode, **how: graph(*args, **how))
     assert "watchdog" in run_replica(agrees=True, fails=False)[0][2]
 
 

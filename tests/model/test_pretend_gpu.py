@@ -18,11 +18,11 @@ import lpr.model.sampling.specification
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
 from lpr.dist.group import Download
 from lpr.model import loader
-from lpr.model.capture import CudaCapturer
 from lpr.model.fused import accelerate
 from lpr.model.fused.decoder_layer import DecoderLayer
-from lpr.model.packing import PackedLinear
+from lpr.model.graph_capture import CudaCapturer
 from lpr.model.paged_cache import PagedCache
+from lpr.model.rewrite.merged_linear import PackedLinear
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
 from lpr.model.sampling.selection import Selection

@@ -17,16 +17,16 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine import prepare
 from lpr.engine.kv_pool import usable_tokens
 from lpr.model import loader
+from lpr.model.graph_inputs import StaticShape
 from lpr.model.graphs import GraphForward
 from lpr.model.kv_cache import free_bytes
-from lpr.model.laying import laid_side_by_side
-from lpr.model.packing import PackedLinear, has_room_to_pack, pack_projections
 from lpr.model.paged_cache import PagedCache
 from lpr.model.reserve import CONTEXT, Steps, memory_needs, sizes_of
+from lpr.model.rewrite.merged_linear import PackedLinear, has_room_to_pack, pack_projections
+from lpr.model.rewrite.merged_loading import laid_side_by_side
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
-from lpr.model.static_inputs import StaticShape
 from lpr.model.step_inputs import Row
 from lpr.planner.facts import facts_of, resolve
 from lpr.planner.footprint import Mesh, footprint, rank_sizes

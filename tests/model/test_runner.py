@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from lpr.config import InputError, SamplingParams
 from lpr.core.wire import result_words
-from lpr.model.inputs import Row, build_inputs
+from lpr.model.input_builder import Row, build_inputs
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection

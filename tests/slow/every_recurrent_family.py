@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from dev.families import DECODE, NEW_TOKENS, PROMPTS, stock_greedy, tiny_model
 from dev.family_table import FAMILIES, WORKS
 from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.model.attention.sparse import selects
 from lpr.model.families import is_recurrent
-from lpr.model.sparse import selects
 from tests.dist import test_survivors as survivors
 from tests.fakes.elastic_world import Fault
 from tests.fakes.worlds import generate_on

@@ -1,4 +1,4 @@
-"""The long tests of tests/model/test_compiled.py."""
+"""The long tests of tests/model/test_torch_compile.py."""
 
 from __future__ import annotations
 
@@ -9,22 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from lpr.model.compiled import CompiledForward
-from lpr.model.inputs import Row
-from lpr.model.paged_cache import PagedCache
-from lpr.model.parallel import TensorParallel
-from lpr.model.runner import SharedWeights, TreeModel
-from lpr.model.self_check import check_compiled
-from lpr.model.split_layers import VocabularyHead
-from lpr.model.step_inputs import current_step
-from lpr.planner.facts import facts_of
-from lpr.planner.footprint import tp_traffic
-from lpr.planner.launches import step_launches
-from tests.fakes.kernel_counts import count
-from tests.fakes.models import tiny_model
-from tests.fakes.pretend_gpu import guard
 from tests.model.test_compiled import (
     Small,
     quick_kernel,
@@ -34,6 +18,22 @@ from tests.model.test_compiled import (
     start_compiled,
     the_number_of_keys_decides,
 )
+from torch import nn
+
+from lpr.model.input_builder import Row
+from lpr.model.paged_cache import PagedCache
+from lpr.model.parallel import TensorParallel
+from lpr.model.rewrite.sharded_layers import VocabularyHead
+from lpr.model.runner import SharedWeights, TreeModel
+from lpr.model.self_check import check_compiled
+from lpr.model.step_inputs import current_step
+from lpr.model.torch_compile import CompiledForward
+from lpr.planner.facts import facts_of
+from lpr.planner.footprint import tp_traffic
+from lpr.planner.launches import step_launches
+from tests.fakes.kernel_counts import count
+from tests.fakes.models import tiny_model
+from tests.fakes.pretend_gpu import guard
 
 
 def test_a_start_of_a_replica_compiles_four_forms(replica: TensorParallel, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpr.model.cpu.tiles import Tiles, can_tile
-from lpr.model.packing import GROUPS, Pack, fit
+from lpr.model.rewrite.merged_linear import GROUPS, Pack, fit
 
 _HEIGHT = 16
 """Rows that the layout is made for. It serves all heights; one made for 1 row is 1.5 times as slow at 2 to 16."""

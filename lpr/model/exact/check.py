@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lpr import native
+from lpr.model.attention.sparse import selects
 from lpr.model.cpu.products import Prepacked, PrepackedLinear
 from lpr.model.families import has_experts
-from lpr.model.sparse import selects
-from lpr.model.split_layers import local
+from lpr.model.rewrite.sharded_layers import local
 from lpr.model.step_inputs import Heights, current_step
 
 HEIGHT = 64

@@ -13,7 +13,7 @@ from lpr.model.cpu.products import prepack
 from lpr.model.fused.decoder_layer import join_layers, layer_of
 from lpr.model.fused.elementwise import is_available
 from lpr.model.fused.modules import mlp_of, norm_of
-from lpr.model.packing import has_room_to_pack, pack_projections
+from lpr.model.rewrite.merged_linear import has_room_to_pack, pack_projections
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lpr import native
+from lpr.model.attention.layer_rules import EXACT_KERNELS, KERNELS
+from lpr.model.attention.native import LayerRule
 from lpr.model.cpu.tiles import Tiles
 from lpr.model.fused.elementwise import norm_heads, rotate
 from lpr.model.fused.modules import GatedMlp, Norm, OwnForward, in_step, mlp_of, norm_of, pack_of
 from lpr.model.fused.probe import is_decoder_layer
-from lpr.model.kernels.hook import EXACT_KERNELS, KERNELS
-from lpr.model.kernels.native_attention import LayerRule
-from lpr.model.packing import Pack
+from lpr.model.rewrite.merged_linear import Pack
 from lpr.model.step_inputs import StepInputs, current_step
 from lpr.model.threads import team_size
 from lpr.model.transformers_versions import cache_argument

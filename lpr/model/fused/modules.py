@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.fused.elementwise import DTYPES, gate, rms_norm
 from lpr.model.fused.probe import activation_of, weighing_of
-from lpr.model.packing import Pack, PackedLinear, fit
+from lpr.model.rewrite.merged_linear import Pack, PackedLinear, fit
 from lpr.model.step_inputs import current_step
 
 

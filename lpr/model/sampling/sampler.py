@@ -7,10 +7,10 @@ from torch import Tensor
 
 from lpr.model.adapter import Adapter
 from lpr.model.paged_cache import PagedCache
+from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.sampling.choice import candidates, choose, four_to_a_word, log_probabilities
 from lpr.model.sampling.parts import choose_by_parts, limits_work, may_be_in_parts
 from lpr.model.sampling.selection import Selection
-from lpr.model.split_layers import VocabularyHead
 from lpr.model.step_inputs import Row
 
 

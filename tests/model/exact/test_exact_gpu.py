@@ -11,7 +11,7 @@ from torch import nn
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.exact import check
-from lpr.model.inputs import Row
+from lpr.model.input_builder import Row
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check

@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import masking_utils
 
-import lpr.model.kernels.hook
+import lpr.model.attention.layer_rules
 import lpr.model.tree_mask
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.core.tree import ancestor_bits
-from lpr.model.inputs import Row, build_inputs
-from lpr.model.kernels.hook import LayerRule, layer_rule
+from lpr.model.attention.layer_rules import LayerRule, layer_rule
+from lpr.model.input_builder import Row, build_inputs
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
@@ -294,13 +294,13 @@ def test_the_engine_emits_the_same_ids_with_the_kernel(family: str, monkeypatch:
         raise AssertionError("a dense mask was built")
 
     monkeypatch.setattr(TreeMask, "visible", forbidden)
-    monkeypatch.setattr("lpr.model.kernels.hook._dense_mask", forbidden)
+    monkeypatch.setattr("lpr.model.attention.layer_rules._dense_mask", forbidden)
     assert [each.token_ids for each in engine.generate(PROMPTS, params)] == [each.token_ids for each in done]
 
 
 @needs_triton
 def test_an_unknown_rule_takes_the_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lpr.model.kernels.hook, "layer_rule", lambda function: None)
+    monkeypatch.setattr(lpr.model.attention.layer_rules, "layer_rule", lambda function: None)
     runner = TreeModel(tiny_model("mistral", sliding_window=9), attention="triton")
     self_check(runner)
     assert runner.attention == "triton"
@@ -320,13 +320,13 @@ def off_by_one(change: int) -> Callable[[pytest.MonkeyPatch], None]:
             mask = build_mask(parents, num_cached, *rest)
             return replace(mask, num_cached=(mask.num_cached + change).clamp(min=0))
 
-        patch.setattr(lpr.model.inputs, "build_mask", mutant)
+        patch.setattr(lpr.model.input_builder, "build_mask", mutant)
 
     return apply
 
 
 def no_window(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lpr.model.kernels.hook, "layer_rule", lambda function: LayerRule())
+    patch.setattr(lpr.model.attention.layer_rules, "layer_rule", lambda function: LayerRule())
 
 
 def wider_window(patch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def wider_window(patch: pytest.MonkeyPatch) -> None:
         assert rule is not None and rule.window is not None
         return replace(rule, window=rule.window + 1)
 
-    patch.setattr(lpr.model.kernels.hook, "layer_rule", mutant)
+    patch.setattr(lpr.model.attention.layer_rules, "layer_rule", mutant)
 
 
 def siblings_visible(patch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model.inputs import Row
+from lpr.model.graph_inputs import static_shape
+from lpr.model.input_builder import Row
 from lpr.model.paged_cache import PagedCache
 from lpr.model.sampling import choice, parts, specification
 from lpr.model.sampling.selection import TOP_K, Selection
-from lpr.model.static_inputs import static_shape
 from tests.fakes.difficult_logits import PARAMS, draws, peaked
 from tests.fakes.models import tiny_model
 

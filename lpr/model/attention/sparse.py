@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from lpr.model.attention import tree_attention, tree_mask, visible_nodes
+from lpr.model.attention.dense import tree_attention, tree_mask, visible_nodes
 from lpr.model.step_inputs import StepInputs, current_step
 
 SPARSE_ATTENTION = "lpr_tree_sparse"

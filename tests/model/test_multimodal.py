@@ -17,12 +17,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-import lpr.model.text_part
+import lpr.model.multimodal
 from dev.families import DECODE, NEW_TOKENS, PROMPTS, observe, save_wrapper, stock_greedy
 from dev.family_table import FAMILIES, TRANSFORMERS, WORKS, WRAPPERS
 from lpr import Engine, InputError, SamplingParams
 from lpr.model.loader import load
-from lpr.model.text_part import check_generate, decoder_class, empty_decoder
+from lpr.model.multimodal import check_generate, decoder_class, empty_decoder
 
 BY_NAME = {family.name: family for family in [*FAMILIES, *WRAPPERS]}
 
@@ -165,4 +165,4 @@ def test_an_encoder_decoder_is_refused_before_its_weights_are_read(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "udop"}))
     with pytest.raises(InputError, match="model type 'udop' is an encoder-decoder"):
         load(str(tmp_path))
-    assert lpr.model.text_part.is_text(transformers.AutoConfig.for_model("llama"))
+    assert lpr.model.multimodal.is_text(transformers.AutoConfig.for_model("llama"))

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lpr.model.packing import DTYPES, GROUPS
+from lpr.model.rewrite.merged_linear import DTYPES, GROUPS
 
 IN_FLIGHT = 6
 """Weights on the device besides their copies: transformers reads with four threads, hands one over, one may wait."""

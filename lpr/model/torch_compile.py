@@ -21,7 +21,7 @@ from lpr.config import first_line
 from lpr.model.adapter import Adapter
 from lpr.model.families import is_recurrent
 from lpr.model.kv_cache import KVCache
-from lpr.model.split_layers import still_split
+from lpr.model.rewrite.sharded_layers import still_split
 from lpr.model.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)

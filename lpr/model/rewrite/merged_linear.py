@@ -1,9 +1,9 @@
 """Projections of the same input as one matrix product: queries, keys and values, and an MLP's gate and its values.
 
 Small matrix products leave most of a GPU idle. At load the weights of such projections are laid one below the other
-(lpr.model.laying): the first one called computes all, and the others take their part. Every module keeps its name,
-parameters and shape. A rank packs its part of layers that are split. Quantised, hooked and other modules than
-`nn.Linear` stay as they are.
+(lpr.model.rewrite.merged_loading): the first one called computes all, and the others take their part. Every module
+keeps its name, parameters and shape. A rank packs its part of layers that are split. Quantised, hooked and other
+modules than `nn.Linear` stay as they are.
 """
 
 from __future__ import annotations

@@ -19,18 +19,18 @@ from transformers import AutoConfig
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.engine import prepare
 from lpr.model import parallel
-from lpr.model.capture import Capturer, Program
-from lpr.model.compiled import refusal
-from lpr.model.inputs import Row
+from lpr.model.graph_capture import Capturer, Program
+from lpr.model.input_builder import Row
 from lpr.model.kernels import attention_kernel
 from lpr.model.loader import load
-from lpr.model.packing import PackedLinear, pack_projections
 from lpr.model.paged_cache import PagedCache
 from lpr.model.parallel import TensorParallel
+from lpr.model.rewrite.merged_linear import PackedLinear, pack_projections
+from lpr.model.rewrite.sharded_layers import vocabulary_head
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import check_compiled
-from lpr.model.split_layers import vocabulary_head
+from lpr.model.torch_compile import refusal
 from lpr.model.tree_mask import TreeMask
 from lpr.planner.facts import facts_of, resolve
 from lpr.planner.footprint import tp_traffic
@@ -247,7 +247,7 @@ def test_the_first_replica_compiles_before_the_others(waits: bool, monkeypatch: 
 
 
 def equal_sizes_are_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("lpr.model.compiled.distinct_sizes", contextlib.nullcontext)
+    patch.setattr("lpr.model.torch_compile.distinct_sizes", contextlib.nullcontext)
 
 
 def the_number_of_keys_decides(patch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-import lpr.model.sparse
+import lpr.model.attention.sparse
 from dev.families import DECODE, PROMPTS, tiny_model
 from dev.family_table import FAMILIES
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.adapter import Adapter
+from lpr.model.attention.sparse import first_of_equal
 from lpr.model.paged_cache import PagedCache
-from lpr.model.sparse import first_of_equal
 from lpr.model.step_inputs import Row
 from tests.fakes.worlds import generate_on
 
@@ -103,8 +103,8 @@ def test_blocks_of_rows_are_not_blocks_of_positions(monkeypatch: pytest.MonkeyPa
         block.given_kv_positions = torch.arange(block.num_kv).expand(len(block.positions), -1)
         return best(scores, step, *sizes)
 
-    best = lpr.model.sparse.best_blocks
-    monkeypatch.setattr(lpr.model.sparse, "best_blocks", best_rows)
+    best = lpr.model.attention.sparse.best_blocks
+    monkeypatch.setattr(lpr.model.attention.sparse, "best_blocks", best_rows)
     assert worst_difference(Adapter(tiny_model(BY_NAME["minimax_m3_vl_text"]))) > 1e-2
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
-from lpr.model.exact import in_order
-from lpr.model.inputs import Row
-from lpr.model.kernels.native_attention import LayerRule, attend_pages
+from lpr.model.attention import in_order
+from lpr.model.attention.native import LayerRule, attend_pages
+from lpr.model.input_builder import Row
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from lpr.model.exact import in_order
+from lpr.model.attention import in_order
 from lpr.model.step_inputs import Block, StepInputs, current_step
 
 TREE_ATTENTION = "lpr_tree"

@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from lpr.config import InputError
-from lpr.model.attention import Mask, additive, check_passed_on, tree_attention, tree_mask, visible_nodes
-from lpr.model.kernels.native_attention import LayerRule, attend_pages
+from lpr.model.attention.dense import Mask, additive, check_passed_on, tree_attention, tree_mask, visible_nodes
+from lpr.model.attention.native import LayerRule, attend_pages
 from lpr.model.step_inputs import current_step
 from lpr.model.tree_mask import find_paths
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lpr import native
-from lpr.model.exact import in_order
+from lpr.model.attention import in_order
 
 pytestmark = pytest.mark.skipif(native.attend_in_order is None, reason="no extension")
 LANES = 16

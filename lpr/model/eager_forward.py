@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lpr.model.adapter import Adapter
-from lpr.model.capture import Capturer
+from lpr.model.graph_capture import Capturer
 from lpr.model.kv_cache import KVCache
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection

@@ -1,0 +1,1 @@
+"""Attention over token trees, by several backends."""

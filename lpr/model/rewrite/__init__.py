@@ -1,0 +1,1 @@
+"""What lpr changes of a foreign model."""
