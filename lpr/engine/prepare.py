@@ -16,15 +16,14 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.engine.exchange import check_replica, common_heights, worst_of_replica
 from lpr.engine.options import EngineOptions, load_step_times
-from lpr.model.fused.accelerate import accelerate
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, head_digest, lack_of_memory, model_digest, tokenizer_digest
-from lpr.model.rewrite.merged_linear import has_room_to_pack, pack_projections
+from lpr.model.rewrite.base import Setting, Stage
 from lpr.model.rewrite.sharded_layers import vocabulary_head
+from lpr.model.rewrite.table import COMPILED, rewrite, undo_forwards, why_not
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.self_check import check_compiled, self_check
-from lpr.model.torch_compile import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +56,16 @@ def prepare(
         replica_facts["model"] = model_digest(loaded.model)
         own_head = head_digest(loaded.head)
     try:
-        compiles = _compiles(model, loaded, decode, options)
-        if compiles:
-            packed = pack_projections(loaded.model, partial(has_room_to_pack, model.device))
-            logger.info("%d groups of projections are packed", packed)
-        accelerates = _accelerates(model, loaded, options, comm)
-        like, knows_layers = _accelerated(model, compiles) if accelerates else (self_check(model), False)
-        compiles = compiles and not knows_layers
-        if loaded.head is not None and _wants_head(model, decode):
-            if compiles:
-                raise InputError("compile='on' does not go with a prediction head: use --draft-heads off")
-            _use_head(model, loaded.head, like, accelerates)
+        has_head = loaded.head is not None and _wants_head(model, decode)
+        setting = _setting(model, loaded, options, comm, has_head)
+        refused = why_not(COMPILED, loaded.model, setting)
+        if options.compile == "on" and refused is not None:
+            raise InputError(refused)
+        like = _rewritten(model, setting)
+        compiles = why_not(COMPILED, loaded.model, setting) is None
+        if has_head:
+            assert loaded.head is not None
+            _use_head(model, loaded.head, like, setting)
         model.sampler.check_part(model.adapter)
         longest_sequence(loaded, decode)
         if is_driver(comm):
@@ -106,36 +104,35 @@ def longest_sequence(loaded: Loaded, decode: DecodeConfig) -> int | None:
     return decode.max_length or most
 
 
-def _accelerates(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm) -> bool:
-    """True for a whole model that nobody else holds: its weights are laid out anew.
+def _setting(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm, has_head: bool) -> Setting:
+    """What decides on rewrites."""
+    uncaptured = None if model.capturer is not None else model.graph_reason or "it needs a GPU and graphs=True"
+    return Setting(
+        model.device,
+        is_ours=loaded.is_ours,
+        exact=options.exact,
+        tp=comm.tp_mesh is not None,
+        has_head=has_head,
+        compile=options.compile,
+        uncaptured=uncaptured,
+    )
 
-    On a GPU exact mode replaces the modules' products, and a compiler that is asked for fuses what lies between them.
-    """
-    if not loaded.is_ours or comm.tp_mesh is not None:
-        return False
-    on_gpu = model.device.type == "cuda"
-    return model.device.type == "cpu" or (on_gpu and not options.exact and options.compile != "on")
 
-
-def _accelerated(model: TreeModel, compiles: bool) -> tuple[KVCache, bool]:
-    """Accelerate the model and check it; what the check refuses is evaluated by transformers' own modules.
-
-    Returns the check's cache, and True if whole layers are accelerated. If there are none and the model `compiles`, the
-    compiler gets the modules as they are.
-    """
-    found, attention = accelerate(model.model), model.attention
-    logger.info("on the %s: %s", model.device.type, found.counts)
-    if compiles and "layers" not in found.modules:
-        found.undo()
+def _rewritten(model: TreeModel, setting: Setting) -> KVCache:
+    """The cache of the model's check. What the check refuses is evaluated by transformers' own modules."""
+    attention = model.attention
+    found = rewrite(model.model, setting, Stage.FASTER)
+    logger.info("on the %s: %s", model.device.type, "; ".join(map(str, found)))
     try:
-        return self_check(model), "layers" in found.modules
+        return self_check(model)
     except Exception as refused:  # on a GPU whatever a compiler or driver raises
-        found.undo()
+        if not undo_forwards(model.model):
+            raise
         if model.attention != attention:  # the check has blamed it first
             model.adapter.set_attention(attention)
         like = self_check(model)
         logger.warning("the faster modules do not fit this model, using transformers' own: %s", first_line(refused))
-        return like, False
+        return like
 
 
 def _wants_head(model: TreeModel, decode: DecodeConfig) -> bool:
@@ -143,30 +140,13 @@ def _wants_head(model: TreeModel, decode: DecodeConfig) -> bool:
     return decode.draft_heads == "on" or (decode.draft_heads == "auto" and model.device.type == "cpu")
 
 
-def _use_head(model: TreeModel, head: DraftHead, like: KVCache, accelerates: bool) -> None:
+def _use_head(model: TreeModel, head: DraftHead, like: KVCache, setting: Setting) -> None:
     """Let a head guess; one that does not work is left out, with a warning."""
     try:
-        if accelerates:
-            accelerate(head)
+        rewrite(head, setting, Stage.FASTER)
         model.use_head(head, like)
     except Exception as failure:  # of a layer that gets what it does not expect: of any type
         logger.warning("the prediction head does not work with this model and is not used: %s", first_line(failure))
-
-
-def _compiles(model: TreeModel, loaded: Loaded, decode: DecodeConfig, options: EngineOptions) -> bool:
-    """True if the model is to be compiled; raises InputError if `options` ask for it and it cannot be."""
-    wanted, captures = options.compile, model.capturer is not None
-    if wanted == "auto" and loaded.head is not None and _wants_head(model, decode):
-        return False  # compiled steps hand out no hidden states
-    why = refusal(loaded.model)
-    if wanted == "on" and why is not None:
-        raise InputError(f"this model cannot be compiled: {why}")
-    if wanted == "on" and not captures:
-        raise InputError(f"compile works on captured steps: {model.graph_reason or 'it needs a GPU and graphs=True'}")
-    if wanted == "on" and options.exact:
-        raise InputError("compile adds in an order that the compiler chooses: it cannot be exact")
-    mine = captures and loaded.is_ours and why is None  # the program may call a model that it has loaded itself
-    return wanted == "on" or (wanted == "auto" and mine and not options.exact)
 
 
 def _compile(model: TreeModel, like: KVCache, options: EngineOptions, decode: DecodeConfig) -> None:

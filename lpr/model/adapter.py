@@ -18,12 +18,14 @@ from lpr.model.attention.layer_rules import EXACT_KERNELS, KERNELS, load_kernel
 from lpr.model.attention.native import why_not_native
 from lpr.model.attention.sparse import SPARSE_ATTENTION, selects
 from lpr.model.exact import check
-from lpr.model.families import adapt, is_recurrent
+from lpr.model.families import is_recurrent
 from lpr.model.input_builder import build_inputs, build_page_inputs
 from lpr.model.kv_cache import KVCache
 from lpr.model.multimodal import set_attention, takes_positions
-from lpr.model.recurrent.plug import has_kernels
+from lpr.model.recurrent.convolved_projections import has_convolved_projections
+from lpr.model.rewrite.base import Setting, Stage
 from lpr.model.rewrite.sharded_layers import VocabularyHead
+from lpr.model.rewrite.table import rewrite
 from lpr.model.step_inputs import Row, StepInputs, current_step, step_scope
 from lpr.model.transformers_versions import passed
 
@@ -80,7 +82,7 @@ class Adapter:
         if not self.model._can_set_attn_implementation() or selects(self.config):
             return "sdpa"
         if self.device.type == "cuda":
-            return "triton" if find_spec("triton") and has_kernels(self.model) else "sdpa"
+            return "triton" if find_spec("triton") and not has_convolved_projections(self.model) else "sdpa"
         return "native" if self.device.type == "cpu" and why_not_native(self.model.dtype) is None else "sdpa"
 
     @property
@@ -108,7 +110,7 @@ class Adapter:
             why = why_not_native(self.model.dtype) if self.device.type == "cpu" else "it runs on a CPU"
             if why is not None:
                 raise InputError(f"attention='native' cannot be used: {why}; use attention='auto'")
-        if choice == "triton" and not has_kernels(self.model):
+        if choice == "triton" and has_convolved_projections(self.model):
             owner = f"the recurrent layers of model type {self.config.model_type!r}"
             raise InputError(f"attention='triton' has no kernel for {owner}; use attention='sdpa'")
         if choice in KERNELS and selects(self.config):
@@ -123,7 +125,7 @@ class Adapter:
             else:
                 for config in attention_configs(self.model):
                     config._attn_implementation_internal = TREE_MASK_ONLY
-            adapt(self.model)
+            rewrite(self.model, Setting(self.device), Stage.TREE)
             self._configs = attention_configs(self.model)
             self._names = names_of(self._configs)
 
@@ -136,7 +138,7 @@ class Adapter:
         reason = check.refusal(self.model, not self.model._can_set_attn_implementation())
         if reason is not None:
             return reason
-        check.pin_heights(self.model)
+        rewrite(self.model, Setting(self.device, exact=True), Stage.EXACT)
         if self.device.type != "cpu":
             self.heights = check.Heights(check.HEIGHT, check.HEIGHT, None, check.HEIGHT, check.HEIGHT)
             self.node_bucket = check.HEIGHT

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from lpr.config import InputError, first_line
+from lpr.model.rewrite.base import Rewrite, Setting, Stage, carry_out
 
 _PASSED = ("embed_",)
 """Beginnings of names of modules beside the decoder that text passes through (Gemma 3n's embed_vision)."""
@@ -52,6 +53,11 @@ def empty_decoder(config: PretrainedConfig) -> PreTrainedModel:
     return made
 
 
+def is_text_part(model: PreTrainedModel) -> bool:
+    """True for a model of `text_part`."""
+    return getattr(type(model), "is_text_part", False)
+
+
 @cache
 def text_part(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The class `wrapper` without towers. It keeps its name and module, by which transformers finds key mappings."""
@@ -59,7 +65,9 @@ def text_part(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapper.__init__(self, *args, **kwargs)
         known = self._keys_to_ignore_on_load_unexpected or ()
-        self._keys_to_ignore_on_load_unexpected = {*known, *(rf"^{re.escape(name)}\." for name in drop_towers(self))}
+        carry_out(DroppedTowers(), self, Setting(torch.device("cpu")))
+        dropped = [name for name, module in self.named_modules() if isinstance(module, Absent)]
+        self._keys_to_ignore_on_load_unexpected = {*known, *(rf"^{re.escape(name)}\." for name in dropped)}
 
     own = {"__init__": build, "__module__": wrapper.__module__, "is_text_part": True}
     return type(wrapper.__name__, (wrapper,), own)
@@ -80,24 +88,30 @@ class Absent(nn.Module):
         raise InputError(f"text passes through its {self.name}, which a text model does not have")
 
 
-def drop_towers(model: PreTrainedModel) -> list[str]:
-    """Replace every module of `model` that neither holds nor belongs to the decoder or head; returns their names."""
-    kept = {id(model.get_decoder()), id(model.get_output_embeddings())}
-    dropped: list[str] = []
+class DroppedTowers(Rewrite):
+    """Every module that neither holds nor belongs to the decoder or the head is left out."""
 
-    def drop(module: nn.Module, path: str) -> None:
-        for name, child in list(module.named_children()):
-            if id(child) in kept or name.startswith(_PASSED):
-                continue
-            if any(id(each) in kept for each in child.modules()):
-                drop(child, f"{path}{name}.")
-            else:
-                setattr(module, name, Absent(name))
-                dropped.append(path + name)
+    name, stage = "no towers", Stage.LOAD
 
-    if id(model) not in kept:
-        drop(model, "")
-    return dropped
+    def match(self, model: Any, setting: Setting) -> Iterator[tuple[str, str]]:
+        """As Rewrite.match: a parent, and a child that is left out."""
+        kept = {id(model.get_decoder()), id(model.get_output_embeddings())}
+
+        def towers(module: nn.Module, path: str) -> Iterator[tuple[str, str]]:
+            for name, child in list(module.named_children()):
+                if id(child) in kept or name.startswith(_PASSED):
+                    continue
+                if any(id(each) in kept for each in child.modules()):
+                    yield from towers(child, f"{path}{name}.")
+                else:
+                    yield path[:-1], name
+
+        if id(model) not in kept and is_text_part(model):
+            yield from towers(model, "")
+
+    def apply(self, module: nn.Module, found: str) -> None:
+        """As Rewrite.apply."""
+        setattr(module, found, Absent(found))
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -106,13 +120,13 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     text = config.get_text_config(decoder=True)
     parts = [key for key in config.sub_configs if getattr(config, key, None) is text]
     chosen = {"": name, **dict.fromkeys(parts, name)}
-    model.set_attn_implementation(chosen if parts and getattr(type(model), "is_text_part", False) else name)
+    model.set_attn_implementation(chosen if parts and is_text_part(model) else name)
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
     """True if the forward of `model` takes position_ids, or hands what it does not know to a decoder that does."""
     given = inspect.signature(type(model).forward).parameters
-    if "position_ids" in given or not getattr(type(model), "is_text_part", False):
+    if "position_ids" in given or not is_text_part(model):
         return "position_ids" in given
     inner = inspect.signature(type(model.get_decoder()).forward).parameters
     return "position_ids" in inner and any(each.kind is each.VAR_KEYWORD for each in given.values())
@@ -145,7 +159,7 @@ def check_generate(model: PreTrainedModel) -> None:
 
 def text_keys(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
     """Those of `keys` that name a tensor in the decoder or the head of `model`, if it is a wrapper's text part."""
-    if not getattr(type(model), "is_text_part", False):
+    if not is_text_part(model):
         return []
     parts = model.get_decoder(), model.get_output_embeddings()
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if name and any(module is p for p in parts))

@@ -15,27 +15,18 @@ from pathlib import Path
 
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-from transformers import PreTrainedModel
 
 from lpr.config import first_line
 from lpr.model.adapter import Adapter
-from lpr.model.families import is_recurrent
 from lpr.model.kv_cache import KVCache
-from lpr.model.rewrite.sharded_layers import still_split
+from lpr.model.rewrite.base import Setting, carry_out, undo
+from lpr.model.rewrite.compiled_model import CompiledModel
 from lpr.model.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
 MOST_FORMS = 64
 """Forms of a step that may be compiled; torch's own limit is 8."""
-
-
-def refusal(model: PreTrainedModel) -> str | None:
-    """The reason why the steps of `model` cannot be compiled, or None."""
-    if is_recurrent(model):
-        return "its recurrent layers keep what a step evaluates outside of its graph"
-    split = next(still_split(model), None)
-    return f"its module {split} is split over ranks in a way that the compiler does not follow" if split else None
 
 
 def compiled_folder() -> Path:
@@ -53,12 +44,11 @@ class CompiledForward:
         self.reason: str | None = None
         """The reason why steps are no longer compiled; None while they are."""
         self._adapter = adapter
-        self._before = _so_far()
+        self._before, self._rewrite = _so_far(), CompiledModel(backend)
         # By default it is in a folder for temporary files, which a machine or container forgets when it restarts.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_folder())
         torch._dynamo.config.recompile_limit = max(MOST_FORMS, torch._dynamo.config.recompile_limit)
-        options = {"combo_kernels": True} if backend == "inductor" else None  # independent ones in one launch
-        adapter.model.compile(dynamic=True, fullgraph=True, backend=backend, options=options)
+        carry_out(self._rewrite, adapter.model, Setting(adapter.device))
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
         """As Adapter.forward, compiled; where that fails, directly from then on."""
@@ -82,7 +72,7 @@ class CompiledForward:
         if self.reason is not None:
             return False
         self.reason = first_line(failure)
-        self._adapter.model._compiled_call_impl = None  # what Module.compile has set
+        undo(self._rewrite, self._adapter.model)
         logger.warning("steps are not compiled: %s", self.reason)
         return True
 

@@ -29,9 +29,9 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from lpr.model.graph_inputs import StaticShape
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.paged_cache import PagedCache
-from lpr.model.rewrite.merged_linear import pack_projections
 from lpr.model.rewrite.sharded_layers import generic_name, make_plain, vocabulary_head
 from lpr.model.runner import SharedWeights, TreeModel
+from tests.fakes.rewriting import merge_projections
 
 GPU = torch.device("cuda", 0)
 H100 = types.SimpleNamespace(
@@ -212,7 +212,7 @@ def count(
         layers = config.num_hidden_layers
         for name in ("operators", "packed"):
             if name == "packed":
-                result["packed_groups"] = pack_projections(model)
+                result["packed_groups"] = merge_projections(model)
             with Launches() as around:
                 inputs, selection = shape.read(words, runner.cache)
             inputs.in_parts = runner.sampler.in_parts(selection)

@@ -30,11 +30,11 @@ from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import Capturer, Program
 from lpr.model.loader import load
 from lpr.model.parallel import TensorParallel, local_shapes
-from lpr.model.rewrite.merged_linear import pack_projections
+from lpr.model.rewrite.compiled_model import refusal
 from lpr.model.rewrite.sharded_layers import local
-from lpr.model.torch_compile import refusal
 from tests.fakes.altered_gather import change_sent
 from tests.fakes.compared import PLAIN, SHAPES, Group, Worlds
+from tests.fakes.rewriting import merge_projections
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]
 PARAMS = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(2) for _ in PROMPTS]
@@ -156,7 +156,7 @@ def compiled_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     """Ids of captured steps whose projections are packed and which go through the compiler."""
     engine = Engine.from_pretrained(case["model"], DECODE, comm=comm)
     model, dynamo = engine.model, torch._dynamo.utils
-    groups = pack_projections(model.model)
+    groups = merge_projections(model.model)
     spoil(case.get("fault"), model.model, comm)
     torch._dynamo.reset()
     dynamo.counters.clear()

@@ -18,7 +18,7 @@ import lpr.model.sampling.specification
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
 from lpr.dist.group import Download
 from lpr.model import loader
-from lpr.model.fused import accelerate
+from lpr.model.fused import decoder_layer
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import CudaCapturer
 from lpr.model.paged_cache import PagedCache
@@ -243,7 +243,7 @@ def test_a_checkpoint(
     """
     knows_layers = layers == "known"
     if layers == "unknown":
-        monkeypatch.setattr(accelerate, "layer_of", lambda _: None)
+        monkeypatch.setattr(decoder_layer, "layer_of", lambda *_: None)
     if layers == "broken kernels":
         monkeypatch.setattr("lpr.model.kernels.elementwise_kernel.gate", fails)
 

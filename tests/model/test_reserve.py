@@ -22,7 +22,7 @@ from lpr.model.graphs import GraphForward
 from lpr.model.kv_cache import free_bytes
 from lpr.model.paged_cache import PagedCache
 from lpr.model.reserve import CONTEXT, Steps, memory_needs, sizes_of
-from lpr.model.rewrite.merged_linear import PackedLinear, has_room_to_pack, pack_projections
+from lpr.model.rewrite.merged_linear import PackedLinear, has_room_to_pack
 from lpr.model.rewrite.merged_loading import laid_side_by_side
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
@@ -37,6 +37,7 @@ from tests.fakes.loading_trace import LARGE, Event, recorded, replay
 from tests.fakes.models import tiny_model
 from tests.fakes.paths import ROOT
 from tests.fakes.pretend_gpu import CUDA, PretendGpu, gpu, guard, to_gpu
+from tests.fakes.rewriting import merge_projections
 from tests.fakes.sharded import config_values
 
 __all__ = ["gpu", "guard"]
@@ -81,7 +82,7 @@ def test_memory_with_holes_is_not_promised(counts_holes: bool, gpu: PretendGpu) 
 def test_packing_stops_where_room_ends(gpu: PretendGpu) -> None:
     model = to_gpu(tiny_model(num_hidden_layers=3))
     room = iter([True, True, False, False, False, False])
-    assert pack_projections(model, lambda: next(room)) == 2
+    assert merge_projections(model, lambda: next(room)) == 2
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 5, "Q, K, V and gate, up of one layer"
     for free, expected in ((11 << 30, False), (50 << 30, True)):  # 34B and 13B on 80 GiB
         gpu.memory = free, 80 << 30
@@ -98,7 +99,7 @@ def load_and_pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bo
         with recorded(folder / str(num_layers), num_layers) as (recorder, read):
             with laid_side_by_side(torch.device("cpu")) if is_laid else contextlib.nullcontext():
                 model = read()
-            assert pack_projections(model, lambda: not is_laid) == 2 * num_layers
+            assert merge_projections(model, lambda: not is_laid) == 2 * num_layers
             events = list(recorder.events)
         if num_layers == 40:
             plain = LlamaForCausalLM.from_pretrained(folder / str(num_layers), dtype=torch.bfloat16)

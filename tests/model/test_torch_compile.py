@@ -25,12 +25,12 @@ from lpr.model.kernels import attention_kernel
 from lpr.model.loader import load
 from lpr.model.paged_cache import PagedCache
 from lpr.model.parallel import TensorParallel
-from lpr.model.rewrite.merged_linear import PackedLinear, pack_projections
+from lpr.model.rewrite.compiled_model import refusal
+from lpr.model.rewrite.merged_linear import PackedLinear
 from lpr.model.rewrite.sharded_layers import vocabulary_head
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import check_compiled
-from lpr.model.torch_compile import refusal
 from lpr.model.tree_mask import TreeMask
 from lpr.planner.facts import facts_of, resolve
 from lpr.planner.footprint import tp_traffic
@@ -40,6 +40,7 @@ from tests.fakes.kernel_counts import fake_replica
 from tests.fakes.models import tiny_model
 from tests.fakes.paths import ROOT
 from tests.fakes.pretend_gpu import guard
+from tests.fakes.rewriting import merge_projections
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
 __all__ = ["guard"]
@@ -66,7 +67,7 @@ def test_packed_projections_give_the_same_ids(family: str) -> None:
             if name.endswith("bias"):
                 parameter.normal_(0, 0.1)
     packed = copy.deepcopy(model)
-    assert pack_projections(packed) == 2 * model.config.num_hidden_layers
+    assert merge_projections(packed) == 2 * model.config.num_hidden_layers
     for (name, mine), (other, theirs) in zip(packed.state_dict().items(), model.state_dict().items(), strict=True):
         assert name == other and torch.equal(mine, theirs)
     attention = packed.model.layers[0].self_attn
@@ -81,7 +82,7 @@ def test_packed_projections_give_the_same_ids(family: str) -> None:
 
 def test_one_product_for_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    pack_projections(model)
+    merge_projections(model)
     products = []
     linear = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: products.append(1) or linear(*args))
@@ -94,7 +95,7 @@ def test_one_product_for_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gradients_reach_the_parameters() -> None:
     model = tiny_model()
-    pack_projections(model)
+    merge_projections(model)
     model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -110,14 +111,14 @@ def test_what_is_not_a_plain_layer_is_left_as_it_is() -> None:
     layers[1].k_proj.__class__ = OwnLinear
     layers[2].v_proj.weight.data = layers[2].v_proj.weight.data.double()
     del layers[3].v_proj
-    assert pack_projections(model) == 4, "the four MLPs"
+    assert merge_projections(model) == 4, "the four MLPs"
     assert not any(isinstance(module, PackedLinear) for each in layers for module in each.modules())
 
 
 def test_a_pack_notices_another_input() -> None:
     model = tiny_model()
     whole = copy.deepcopy(model)
-    pack_projections(model)
+    merge_projections(model)
     one, other = torch.randn(2, 3, 64)
     mine, theirs = model.model.layers[0].self_attn, whole.model.layers[0].self_attn
     with torch.no_grad():
@@ -152,7 +153,7 @@ def runner_of(
     if replica is not None:
         model.save_pretrained(folder)
         model = load(str(folder), tp=replica).model
-    assert pack_projections(model) == 2 * model.config.num_hidden_layers
+    assert merge_projections(model) == 2 * model.config.num_hidden_layers
     part = vocabulary_head(model)
     runner, cache = TreeModel(model, attention="triton", shared=SharedWeights(part=part)), PagedCache(1, 32)
     runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], cache)
@@ -214,7 +215,7 @@ def test_a_rank_of_a_replica_is_packed_and_compiled(
     tiny_model().save_pretrained(tmp_path)
     model = load(str(tmp_path), tp=replica).model
     is_whole_graph = refusal(model) is None
-    num_packed = pack_projections(model)
+    num_packed = merge_projections(model)
     assert (num_packed, is_whole_graph) == ((0, False) if as_transformers_splits_them else (4, True))
 
 

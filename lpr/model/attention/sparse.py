@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from lpr.model.attention.dense import tree_attention, tree_mask, visible_nodes
+from lpr.model.rewrite.base import Setting, WrappedForward
 from lpr.model.step_inputs import StepInputs, current_step
 
 SPARSE_ATTENTION = "lpr_tree_sparse"
@@ -79,7 +79,12 @@ def sparse_attention(
 
 
 def select_blocks(
-    indexer: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any, *rest: Any
+    indexer: Any,
+    stock: Callable[..., Tensor],
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    cache: Any,
+    *rest: Any,
 ) -> Tensor:
     """MiniMax-M3's indexer: bool [B, heads, T, KV], true for tokens in the blocks that a query attends to.
 
@@ -87,7 +92,7 @@ def select_blocks(
     """
     step = current_step()
     if step is None or step.packed:
-        return indexer.select_rows(hidden_states, position_embeddings, cache, *rest)
+        return stock(hidden_states, position_embeddings, cache, *rest)
     rotate = import_module(type(indexer).__module__).apply_rotary_pos_emb
     shape = (*hidden_states.shape[:2], -1, indexer.head_dim)
     query = indexer.q_norm(indexer.q_proj(hidden_states).view(shape)).transpose(1, 2)
@@ -141,20 +146,21 @@ def first_of_equal(scores: Tensor, count: int) -> Any:
     return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
-def _in_order(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _in_order(module: Any, stock: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     with FirstOfEqual():
-        return forward(*args, **kwargs)
+        return stock(*args, **kwargs)
 
 
-def adapt_indexers(model: PreTrainedModel) -> None:
-    """Let the indexers of `model` select by position."""
-    modules: list[Any] = list(model.modules())
-    for module in modules:
+class Indexers(WrappedForward):
+    """Indexers select by position."""
+
+    name = "selection by position"
+
+    def find(self, module: Any, setting: Setting) -> Callable[..., Tensor] | None:
+        """As EachModule.find."""
         if hasattr(module, "build_block_mask"):
-            module.select_rows = module.forward
-            module.forward = partial(select_blocks, module)
-        elif hasattr(module, "index_topk"):
-            module.forward = partial(_in_order, module.forward)
+            return select_blocks
+        return _in_order if hasattr(module, "index_topk") else None
 
 
 @contextmanager

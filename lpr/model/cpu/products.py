@@ -6,7 +6,8 @@ MKL, which multiplies in float32 otherwise, lays a weight out at every call, and
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpr.model.cpu.tiles import Tiles, can_tile
+from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.merged_linear import GROUPS, Pack, fit
 
 _HEIGHT = 16
@@ -58,7 +60,8 @@ class Prepacked(Pack):
         self.sizes, self.dtype = list(sizes), weight.dtype
         is_tiled = can_tile(weight.dtype, weight.shape[1])
         self.bias = bias.float() if bias is not None and is_tiled else bias
-        self.packed = Tiles(weight) if is_tiled else OneDnn(weight)
+        layout: Any = Tiles if is_tiled else OneDnn
+        self.packed: Any = weight if weight.is_meta else layout(weight)
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] = ()
 
@@ -69,11 +72,13 @@ class Prepacked(Pack):
 
     def multiply(self, given: Tensor) -> Tensor:
         """As Pack.multiply."""
-        return self.packed.multiply(given, self.bias)
+        product: Tensor = self.packed.multiply(given, self.bias)
+        return product
 
     def weight_of(self, place: int) -> Tensor:
         """The weight [outputs, inputs] of a member, unpacked."""
-        return self.packed.to_dense().split(self.sizes)[place]
+        dense: Tensor = self.packed.to_dense()
+        return dense.split(self.sizes)[place]
 
 
 class PrepackedLinear(nn.Linear):
@@ -81,6 +86,8 @@ class PrepackedLinear(nn.Linear):
 
     pack: Prepacked
     place: int
+    tied: weakref.ref[nn.Parameter]
+    """The weight as a parameter; it lives on if it is that of an embedding, too."""
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -98,24 +105,41 @@ class PrepackedLinear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
 
-def prepack(model: nn.Module) -> int:
-    """Lay the weights of every plain `nn.Linear` out, of projections of one input together; returns how many packs."""
-    count = 0
-    for module in list(model.modules()):
-        groups: list[list[Any]] = [[getattr(module, name, None) for name in names] for names in GROUPS]
-        for members in [*groups, *([each] for each in module.children())]:
-            if fit(members) and can_pack(members[0].weight.dtype, members[0].in_features):
-                _move(members)
-                count += 1
-    return count
+class PrepackedProducts(Rewrite):
+    """Weights of plain `nn.Linear` are laid out for the processor, those of projections of one input together."""
 
+    name, stage = "prepacked products", Stage.FASTER
 
-def _move(members: Sequence[Any]) -> None:
-    """Lay the weights of `members` out as one pack, and free them."""
-    weight = members[0].weight.data if len(members) == 1 else torch.cat([each.weight.data for each in members])
-    bias = torch.cat([each.bias.data for each in members]) if members[0].bias is not None else None
-    pack = Prepacked(weight, bias, [each.out_features for each in members])
-    for place, member in enumerate(members):
-        del member.weight  # a weight that is tied to an embedding stays there
-        member.__class__ = PrepackedLinear
-        member.pack, member.place = pack, place
+    def why_not(self, model: nn.Module, setting: Setting) -> str | None:
+        """As Rewrite.why_not."""
+        return None if setting.device.type == "cpu" else "it is for a CPU"
+
+    def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, list[Any]]]:
+        """As Rewrite.match."""
+        for name, module in list(model.named_modules()):
+            groups: list[list[Any]] = [[getattr(module, each, None) for each in names] for names in GROUPS]
+            for members in [*groups, *([each] for each in module.children())]:
+                if fit(members) and can_pack(members[0].weight.dtype, members[0].in_features):
+                    yield name, members
+
+    def apply(self, module: nn.Module, found: list[Any]) -> None:
+        """Lay the weights of some members out as one pack, and free them."""
+        weight = found[0].weight.data if len(found) == 1 else torch.cat([each.weight.data for each in found])
+        bias = torch.cat([each.bias.data for each in found]) if found[0].bias is not None else None
+        pack = Prepacked(weight, bias, [each.out_features for each in found])
+        for place, member in enumerate(found):
+            member.tied = weakref.ref(member.weight)
+            del member.weight  # a weight that is tied to an embedding stays there
+            member.__class__ = PrepackedLinear
+            member.pack, member.place = pack, place
+
+    def undo(self, module: nn.Module) -> None:
+        """As Rewrite.undo."""
+        members: list[Any] = [each for each in module.children() if isinstance(each, PrepackedLinear)]
+        for member in members:
+            weight, bias = member.tied(), member._parameters.pop("bias")
+            if weight is None:
+                weight = nn.Parameter(member.weight.clone(), requires_grad=False)
+            del member.pack, member.place, member.tied
+            member.__class__ = nn.Linear
+            member.weight, member.bias = weight, bias

@@ -21,6 +21,7 @@ from lpr import native
 from lpr.model.attention.sparse import selects
 from lpr.model.cpu.products import Prepacked, PrepackedLinear
 from lpr.model.families import has_experts
+from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.sharded_layers import local
 from lpr.model.step_inputs import Heights, current_step
 
@@ -183,16 +184,36 @@ def _all_known(model: nn.Module) -> bool:
     )
 
 
-def pin_heights(model: nn.Module) -> None:
-    """Make `model` multiply by its weights at the heights of a step in exact mode; otherwise nothing changes."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    for module in model.modules():
-        if not isinstance(module, nn.Linear | Conv1D):
-            continue
-        owner, name = (module.pack, "multiply") if isinstance(module, PrepackedLinear) else (module, "forward")
-        multiply = getattr(owner, name)
-        if not isinstance(multiply, partial):
-            setattr(owner, name, partial(_in_pieces, multiply, limit=MOST_LOGITS if module is head else None))
+class PinnedProducts(Rewrite):
+    """Products with the model's weights keep to the heights of a step in exact mode; otherwise nothing changes."""
+
+    name, stage = "products at fixed heights", Stage.EXACT
+
+    def why_not(self, model: nn.Module, setting: Setting) -> str | None:
+        """As Rewrite.why_not."""
+        return None if setting.exact else "exact mode is off"
+
+    def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, int | None]]:
+        """As Rewrite.match."""
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear | Conv1D) and not isinstance(getattr(*_multiplier(module)), partial):
+                yield name, MOST_LOGITS if module is head else None
+
+    def apply(self, module: nn.Module, found: int | None) -> None:
+        """As Rewrite.apply."""
+        owner, name = _multiplier(module)
+        setattr(owner, name, partial(_in_pieces, getattr(owner, name), limit=found))
+
+    def undo(self, module: nn.Module) -> None:
+        """As Rewrite.undo."""
+        owner, name = _multiplier(module)
+        vars(owner).pop(name, None)
+
+
+def _multiplier(module: nn.Module) -> tuple[Any, str]:
+    """The object and the name of its method that multiplies for `module`."""
+    return (module.pack, "multiply") if isinstance(module, PrepackedLinear) else (module, "forward")
 
 
 def _in_pieces(multiply: Callable[[Tensor], Tensor], states: Tensor, limit: int | None = None) -> Tensor:

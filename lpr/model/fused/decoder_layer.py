@@ -22,8 +22,9 @@ from lpr.model.attention.layer_rules import EXACT_KERNELS, KERNELS
 from lpr.model.attention.native import LayerRule
 from lpr.model.cpu.tiles import Tiles
 from lpr.model.fused.elementwise import norm_heads, rotate
-from lpr.model.fused.modules import GatedMlp, Norm, OwnForward, in_step, mlp_of, norm_of, pack_of
+from lpr.model.fused.modules import Fused, GatedMlp, Norm, in_step, mlp_of, norm_of, pack_of
 from lpr.model.fused.probe import is_decoder_layer
+from lpr.model.rewrite.base import OwnForward, Setting
 from lpr.model.rewrite.merged_linear import Pack
 from lpr.model.step_inputs import StepInputs, current_step
 from lpr.model.threads import team_size
@@ -163,6 +164,20 @@ def _places(sides: Sequence[Tensor]) -> tuple[list[int], tuple[int, int]]:
     return [each.data_ptr() for each in sides], (sides[0].stride(1), sides[0].stride(0))
 
 
+class DecoderLayers(Fused):
+    """Decoder layers of Llama's structure; on a CPU all of them in one call, if they attend by one rule."""
+
+    name = "decoder layers"
+
+    def find(self, module: Any, setting: Setting) -> DecoderLayer | None:
+        """As EachModule.find."""
+        return layer_of(module, setting.device.type)
+
+    def finish(self, model: nn.Module) -> None:
+        """As Rewrite.finish."""
+        join_layers(model)
+
+
 def join_layers(model: nn.Module) -> None:
     """Let the first layer of each list of decoder layers compute all of them, where all attend by one rule."""
     for stack in model.modules():
@@ -181,20 +196,21 @@ def join_layers(model: nn.Module) -> None:
             layers[0].begin(layers)
 
 
-def layer_of(module: Any) -> DecoderLayer | None:
+def layer_of(module: Any, device: str | None = None) -> DecoderLayer | None:
     """What computes the decoder layer `module`; None if it is not of a known form, or a part of it is not."""
     attention: Any = getattr(module, "self_attn", None)
     mlp: Any = getattr(module, "mlp", None)
     projections = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     if mlp is None or None in projections:
         return None
-    qkv, out = pack_of(*projections[:3]), pack_of(projections[3])
+    qkv, out = pack_of(*projections[:3]), pack_of(projections[3], device=device)
     multiplier = float(getattr(module, "residual_multiplier", 1.0))
     if qkv is None or out is None or not is_decoder_layer(module, qkv.sizes, qkv.dtype, multiplier):
         return None
     has_head_norms = hasattr(attention, "q_norm")
     head_norms = (attention.q_norm, attention.k_norm) if has_head_norms else ()
-    norms = [norm_of(each) for each in (module.input_layernorm, module.post_attention_layernorm, *head_norms)]
+    all_norms = module.input_layernorm, module.post_attention_layernorm, *head_norms
+    norms = [norm_of(each, device) for each in all_norms]
     found = [norm for norm in norms if norm is not None and norm.weight.dtype is qkv.dtype]
     if len(found) < len(norms):
         return None
@@ -204,7 +220,7 @@ def layer_of(module: Any) -> DecoderLayer | None:
         OwnForward(module),
         argument,
         attention,
-        mlp_of(mlp) or mlp,
+        mlp_of(mlp, device) or mlp,
         (found[0], found[1]),
         (found[2], found[3]) if has_head_norms else None,
         qkv,

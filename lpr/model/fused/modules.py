@@ -5,7 +5,6 @@ Each replacement computes inside a step alone; outside it the module's own forwa
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lpr.model.cpu.products import PrepackedLinear
-from lpr.model.fused.elementwise import DTYPES, gate, rms_norm
+from lpr.model.fused.elementwise import DTYPES, gate, is_available, rms_norm
 from lpr.model.fused.probe import activation_of, weighing_of
+from lpr.model.rewrite.base import NewForward, OwnForward, Setting
 from lpr.model.rewrite.merged_linear import Pack, PackedLinear, fit
 from lpr.model.step_inputs import current_step
 
@@ -22,25 +22,6 @@ from lpr.model.step_inputs import current_step
 def in_step() -> bool:
     """True where the replacements compute: in a step, without gradients."""
     return current_step() is not None and not torch.is_grad_enabled()
-
-
-class OwnForward:
-    """The forward of a module's class, for what replaces it on the module.
-
-    The module is not kept alive: as its replacement holds this, a dropped model would keep its weights until the
-    collector runs, and that counts objects and not bytes.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._forward: Any = type(module).forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `module.forward`."""
-        return self._forward(self._module(), *args, **kwargs)
-
-    def __reduce__(self) -> tuple[type[OwnForward], tuple[nn.Module | None]]:
-        return OwnForward, (self._module(),)  # in a copy of the model, that of the module's copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,12 +45,12 @@ class Norm:
         return rms_norm(states, self.weight, self.epsilon, self.weighing, added)
 
 
-def norm_of(module: Any) -> Norm | None:
-    """What computes the norm `module`; None if it is not a known one."""
+def norm_of(module: Any, device: str | None = None) -> Norm | None:
+    """What computes the norm `module` on a kind of device; None if it is not a known one."""
     weight: Any = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not weight.is_contiguous():
         return None
-    if weight.dtype not in DTYPES.get(weight.device.type, ()) or (found := weighing_of(module)) is None:
+    if weight.dtype not in DTYPES.get(device or weight.device.type, ()) or (found := weighing_of(module)) is None:
         return None
     weighing, epsilon = found
     return Norm(OwnForward(module), weight.data, epsilon, int(weighing))
@@ -94,11 +75,11 @@ class GatedMlp:
         return self.down.multiply(gate(self.gate_up.multiply(states), self.activation))
 
 
-def mlp_of(module: Any) -> GatedMlp | None:
+def mlp_of(module: Any, device: str | None = None) -> GatedMlp | None:
     """What computes the MLP `module`; None if it is not a known one, or not packed."""
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return None
-    gate_up, down = pack_of(module.gate_proj, module.up_proj), pack_of(module.down_proj)
+    gate_up, down = pack_of(module.gate_proj, module.up_proj), pack_of(module.down_proj, device=device)
     if gate_up is None or down is None or len(set(gate_up.sizes)) > 1:
         return None
     if (activation := activation_of(module, gate_up.dtype)) is None:
@@ -106,12 +87,45 @@ def mlp_of(module: Any) -> GatedMlp | None:
     return GatedMlp(OwnForward(module), gate_up, down, int(activation))
 
 
-def pack_of(*members: Any) -> Pack | None:
-    """The pack that has these layers and no others, in this order; None if there is none."""
-    if len(members) == 1 and fit(members) and members[0].weight.is_cuda:
+def pack_of(*members: Any, device: str | None = None) -> Pack | None:
+    """The pack that has these layers and no others, in this order; None if there is none.
+
+    A single layer on a GPU needs none before.
+    """
+    if len(members) == 1 and fit(members) and (device or members[0].weight.device.type) == "cuda":
         return Pack(members)
     if not all(isinstance(each, (PackedLinear, PrepackedLinear)) for each in members):
         return None
     pack: Pack = members[0].pack
     is_whole = len(pack.sizes) == len(members) and all(each.pack is pack for each in members)
     return pack if is_whole and [each.place for each in members] == list(range(len(members))) else None
+
+
+class Fused(NewForward):
+    """A forward of few calls, where this machine has them."""
+
+    def why_not(self, model: nn.Module, setting: Setting) -> str | None:
+        """As Rewrite.why_not."""
+        if is_available(setting.device):
+            return None
+        return "it needs " + ("lpr's extension" if setting.device.type == "cpu" else "a GPU and the package triton")
+
+
+class GatedMlps(Fused):
+    """MLPs of a gate in two products and one elementwise call."""
+
+    name = "gated MLPs"
+
+    def find(self, module: Any, setting: Setting) -> GatedMlp | None:
+        """As EachModule.find."""
+        return mlp_of(module, setting.device.type)
+
+
+class RmsNorms(Fused):
+    """RMS norms in one call."""
+
+    name = "RMS norms"
+
+    def find(self, module: Any, setting: Setting) -> Norm | None:
+        """As EachModule.find."""
+        return norm_of(module, setting.device.type)

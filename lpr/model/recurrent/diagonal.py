@@ -90,24 +90,6 @@ class Selective(Diagonal):
         return (states @ inputs[3][..., None]).squeeze(-1)
 
 
-class Gated(Diagonal):
-    """A decay per channel and token: inputs x and logarithms of decay [B, n, C], states [B, C, 1]."""
-
-    padding = (0, 1)
-
-    def decay(self, inputs: Sequence[Tensor]) -> Tensor:
-        """As given."""
-        return inputs[1].exp()[..., None]
-
-    def write(self, inputs: Sequence[Tensor]) -> Tensor:
-        """As given."""
-        return inputs[0][..., None]
-
-    def read(self, states: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """The states."""
-        return states.squeeze(-1)
-
-
 @dataclass(frozen=True)
 class Steps:
     """The inputs of a diagonal scan; states of all entries would take K times as much."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from lpr.model.recurrent.lightning import is_lightning
 from lpr.model.recurrent.plug import key_gain
 
 
@@ -22,11 +21,7 @@ def scaled(model: nn.Module, gain: float) -> Iterator[None]:
     def scale(module: Any, args: Any, output: Any) -> Any:
         return (output[0] * gain, *output[1:]) if isinstance(output, tuple) else output * gain
 
-    owners = [
-        module
-        for module in model.modules()
-        if is_lightning(module) or any(isinstance(child, nn.Conv1d) for child in module.children())
-    ]
+    owners = [each for each in model.modules() if any(isinstance(child, nn.Conv1d) for child in each.children())]
     handles = [module.register_forward_hook(scale) for module in owners]
     token = key_gain.set(gain)
     try:

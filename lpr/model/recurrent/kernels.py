@@ -6,10 +6,9 @@ of a layer is one more. Steps without bits (attention other than 'triton') take 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
@@ -46,12 +45,6 @@ def _linear(
     out, advance = scan_kernel.linear_scan(query, key, value, decay, beta, tensor, step.places, memory, options)
     step.advances.append(advance)
     return out
-
-
-def decayed(states: States, inputs: Sequence[Tensor]) -> Tensor:
-    """As `scans.decayed_attention` of the current layer."""
-    query, key, value, decay = inputs
-    return _linear(states, query, key, value, decay, torch.ones_like(decay), Options())
 
 
 def _delta(

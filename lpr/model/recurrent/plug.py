@@ -1,29 +1,30 @@
 """Puts tree forms where transformers calls the convolution and the scan of recurrent layers.
 
-A modelling file calls them by a handful of names: the places where it plugs kernels in. `install` replaces these names
-by functions that look for the running step. In a step they evaluate its trees over the states of its cache; outside
-one they are transformers' own. No family is named here.
+A modelling file calls them by a handful of names: the places where it plugs kernels in. `RecurrentCalls` replaces
+these names by functions that look for the running step. In a step they evaluate its trees over the states of its
+cache; outside one they are transformers' own. No family is named here.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from lpr.model.recurrent import lightning, modules
+from lpr.model.recurrent.convolved_projections import has_convolved_projections
 from lpr.model.recurrent.diagonal import Selective
 from lpr.model.recurrent.scans import DECAYED, DELTA, Rule
 from lpr.model.recurrent.states import States
+from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.step_inputs import current_step
 
 key_gain: ContextVar[float] = ContextVar("key_gain", default=1.0)
@@ -114,31 +115,45 @@ CALLS: dict[str, Callable[..., Any]] = {
 """By the name in a modelling file, what a step does; arguments and results are those of the function replaced."""
 
 
-def _places(model: PreTrainedModel) -> list[tuple[Any, str]]:
+def _places(model: nn.Module) -> list[tuple[Any, str]]:
     """The modelling files of a model and the names in them that can be replaced."""
     files = [import_module(name) for name in sorted({type(module).__module__ for module in model.modules()})]
     return [(file, name) for file in files for name in CALLS if callable(getattr(file, name, None))]
 
 
-def is_pluggable(model: PreTrainedModel) -> bool:
+def is_pluggable(model: nn.Module) -> bool:
     """True if its layers call their convolution or scan by names that are known here, or are known themselves."""
-    found = bool(_places(model)) or any(map(lightning.is_lightning, model.modules()))
-    return found or bool(modules.replaced(model))
+    return bool(_places(model)) or has_convolved_projections(model)
 
 
-def has_kernels(model: PreTrainedModel) -> bool:
-    """True if the Triton kernels know all of its recurrent layers."""
-    return not modules.replaced(model)
+class RecurrentCalls(Rewrite):
+    """Modelling files call tree forms. All models of a file share its names: the last one gives them back."""
 
+    name, stage = "recurrent calls over trees", Stage.TREE
 
-def install(model: PreTrainedModel) -> None:
-    """Let the recurrent layers of `model` evaluate trees within a step."""
-    lightning.install(model)
-    modules.install(model)
-    for file, name in _places(model):
-        stock = getattr(file, name)
-        if not hasattr(stock, "stock"):
-            setattr(file, name, _replaced(stock, name))
+    def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, Any]]:
+        """As Rewrite.match."""
+        if places := _places(model):
+            yield "", places
+
+    def is_done(self, model: nn.Module) -> bool:
+        """As Rewrite.is_done; a copy of a model uses the names too."""
+        return all(model in getattr(getattr(*place), "users", ()) for place in _places(model))
+
+    def apply(self, module: nn.Module, found: list[tuple[Any, str]]) -> None:
+        """As Rewrite.apply."""
+        for file, name in found:
+            if not hasattr(stock := getattr(file, name), "users"):
+                setattr(file, name, _replaced(stock, name))
+            getattr(file, name).users.add(module)
+
+    def undo(self, module: nn.Module) -> None:
+        """As Rewrite.undo."""
+        for file, name in _places(module):
+            replaced = getattr(file, name)
+            replaced.users.discard(module)
+            if not replaced.users:
+                setattr(file, name, replaced.stock)
 
 
 def _replaced(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -160,5 +175,5 @@ def _replaced(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
             calls = import_module("lpr.model.recurrent.kernels").CALLS
         return calls[name](states, *args, **kwargs)
 
-    evaluate.stock = stock  # type: ignore[attr-defined]
+    evaluate.stock, evaluate.users = stock, WeakSet()  # type: ignore[attr-defined]
     return evaluate

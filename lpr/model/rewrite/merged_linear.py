@@ -8,7 +8,7 @@ modules than `nn.Linear` stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.step_inputs import storage_of
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -73,22 +74,41 @@ class PackedLinear(nn.Linear):
         return super().forward(input) if torch.is_grad_enabled() else self.pack.part(self.place, input)
 
 
-def pack_projections(model: nn.Module, has_room: Callable[[], bool] = lambda: True) -> int:
-    """Pack the groups of `model` that can be, and lie together or while it `has_room`; returns how many were."""
-    count = 0
-    for module in model.modules():
-        for names in GROUPS:
-            members: list[Any] = [getattr(module, name, None) for name in names]
-            if not fit(members):
-                continue
-            if not lie_together([each.weight.data for each in members]) and not has_room():
-                continue
-            pack = Pack(members)
-            for place, member in enumerate(members):
-                member.__class__ = PackedLinear
-                member.pack, member.place = pack, place
-            count += 1
-    return count
+class MergedLinear(Rewrite):
+    """Projections of one input become one product on a GPU, if they lie together or while there is room to copy."""
+
+    name, stage = "merged projections", Stage.FASTER
+
+    def __init__(self, has_room: Callable[[torch.device], bool] | None = None) -> None:
+        self._has_room = has_room or has_room_to_pack
+
+    def why_not(self, model: nn.Module, setting: Setting) -> str | None:
+        """As Rewrite.why_not."""
+        return "on a CPU prepacked products merge them" if setting.device.type == "cpu" else None
+
+    def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, list[Any]]]:
+        """As Rewrite.match."""
+        for name, module in model.named_modules():
+            for names in GROUPS:
+                members: list[Any] = [getattr(module, each, None) for each in names]
+                if fit(members):
+                    held = [each.weight.data for each in members]
+                    if held[0].is_meta or lie_together(held) or self._has_room(setting.device):
+                        yield name, members
+
+    def apply(self, module: nn.Module, found: list[Any]) -> None:
+        """As Rewrite.apply."""
+        pack = Pack(found)
+        for place, member in enumerate(found):
+            member.__class__ = PackedLinear
+            member.pack, member.place = pack, place
+
+    def undo(self, module: nn.Module) -> None:
+        """As Rewrite.undo; the weights stay views of one memory."""
+        members: list[Any] = [each for each in module.children() if isinstance(each, PackedLinear)]
+        for member in members:
+            del member.pack, member.place
+            member.__class__ = nn.Linear
 
 
 def lie_together(parts: Sequence[torch.Tensor]) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
+from lpr.model.rewrite.base import Rewrite, Setting, Shards, Stage, carry_out
 from lpr.model.step_inputs import current_step
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -98,27 +99,43 @@ def vocabulary_head(model: PreTrainedModel) -> VocabularyHead | None:
     return head if -(-head.out_features // count) * (count - 1) < head.out_features else None
 
 
-def make_plain(model: PreTrainedModel, plan: Mapping[str, str], group: dist.ProcessGroup, rank: int) -> None:
-    """Make the layers that transformers split by `plan` plain ones; those of kinds unknown here stay as they are."""
-    head: nn.Module = model.get_output_embeddings()
-    parts: dict[int, tuple[Tensor, nn.Parameter]] = {}
-    for name, module in model.named_modules():
-        style = plan.get(generic_name(name), "")
-        made = _class_of(module, style, module is head)
-        if made is None or not all(_is_plain(local(each)) for each in module.parameters(False)):
-            continue
+class ShardedLayers(Rewrite):
+    """Layers that transformers has split become plain ones; those of kinds unknown here stay as they are."""
+
+    name, stage = "plain shards", Stage.LOAD
+
+    def why_not(self, model: nn.Module, setting: Setting) -> str | None:
+        """As Rewrite.why_not."""
+        return "no rank shares the weights" if setting.shards is None else None
+
+    def match(self, model: Any, setting: Setting) -> Iterator[tuple[str, Any]]:
+        """As Rewrite.match."""
+        assert setting.shards is not None
+        head, parts = model.get_output_embeddings(), dict[int, tuple[Tensor, nn.Parameter]]()
+        for name, module in list(model.named_modules()):
+            made = _class_of(module, setting.shards.plan.get(generic_name(name), ""), module is head)
+            if made is not None and all(_is_plain(local(each)) for each in module.parameters(False)):
+                yield name, (made, parts, setting.shards)
+
+    def apply(self, module: Any, found: Any) -> None:
+        """As Rewrite.apply."""
+        made, parts, shards = found
         vars(module).pop("forward", None)
         for key, parameter in list(module.named_parameters(recurse=False)):
             # A tied parameter remains one; the old one is kept meanwhile, so that no other gets its id.
             parts.setdefault(id(parameter), (parameter, nn.Parameter(local(parameter.detach()), requires_grad=False)))
             setattr(module, key, parts[id(parameter)][1])
         module.__class__ = made
-        split: Any = module
         if issubclass(made, ReducedLinear | VocabularyEmbedding | VocabularyHead):
-            split.group = group
+            module.group = shards.group
         if issubclass(made, VocabularyEmbedding | VocabularyHead):
-            rows = split.out_features if made is VocabularyHead else split.num_embeddings
-            split.first = min(rows, -(-rows // dist.get_world_size(group)) * rank)
+            rows = module.out_features if made is VocabularyHead else module.num_embeddings
+            module.first = min(rows, -(-rows // dist.get_world_size(shards.group)) * shards.rank)
+
+
+def make_plain(model: PreTrainedModel, plan: Mapping[str, str], group: dist.ProcessGroup, rank: int) -> None:
+    """Carry ShardedLayers out."""
+    carry_out(ShardedLayers(), model, Setting(model.device, tp=True, shards=Shards(plan, group, rank)))
 
 
 def _class_of(module: nn.Module, style: str, is_head: bool) -> type[nn.Module] | None:

@@ -18,6 +18,7 @@ from lpr.model.self_check import self_check
 from lpr.model.step_inputs import current_step
 from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
+from tests.fakes.rewriting import carried_out
 
 __all__ = ["gpu", "guard"]
 
@@ -38,7 +39,7 @@ def test_products_that_depend_on_the_height_are_found(gpu: PretendGpu, monkeypat
 
     monkeypatch.setattr(nn.Linear, "forward", by_shape)
     self_check(TreeModel(to_gpu(tiny_model().bfloat16()), exact=True))
-    monkeypatch.setattr(check, "pin_heights", lambda model: None)
+    monkeypatch.setattr(check.PinnedProducts, "match", lambda *_: iter(()))
     with pytest.raises(InputError, match="cannot be exact: its logits are other bits in a step of many tokens"):
         self_check(TreeModel(to_gpu(tiny_model().bfloat16()), exact=True, attention="triton"))
 
@@ -86,8 +87,8 @@ def test_a_pinned_model_is_as_it_was_outside_of_steps() -> None:
     model = tiny_model()
     ids = torch.tensor([list(range(70))])
     expected = model(ids).logits
-    check.pin_heights(model)
-    check.pin_heights(model)
+    carried_out(check.PinnedProducts(), model)
+    carried_out(check.PinnedProducts(), model)
     assert torch.equal(model(ids).logits, expected)
     runner = TreeModel(model)
     row = Row(0, 0, list(range(70)), list(range(-1, 69)), list(range(70)), 70)

@@ -21,30 +21,30 @@ from lpr.model.cpu.products import Prepacked, PrepackedLinear, can_pack
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.exact import check
 from lpr.model.fused import decoder_layer, elementwise, modules
-from lpr.model.fused.accelerate import accelerate
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.model.step_inputs import Row
 from tests.fakes.models import tiny_model
+from tests.fakes.rewriting import make_faster
 
 pytestmark = pytest.mark.skipif(
     native.rms_norm is None or not can_pack(torch.float32, 2), reason="no extension, or no oneDNN"
 )
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "llama": ({}, {"packs": 9, "layers": 2, "norms": 1}),
-    "mistral": ({"sliding_window": 9}, {"packs": 9, "layers": 2, "norms": 1}),
-    "qwen2": ({}, {"packs": 9, "layers": 2, "norms": 1}),
-    "qwen3": ({"head_dim": 24}, {"packs": 9, "layers": 2, "norms": 1}),
-    "granite": ({"residual_multiplier": 0.7}, {"packs": 9, "layers": 2, "norms": 1}),
-    "gemma": ({"head_dim": 16}, {"packs": 9, "layers": 2, "norms": 1}),
-    "mixtral": ({}, {"packs": 5, "layers": 2, "norms": 1}),
-    "gemma2": ({"head_dim": 16, "sliding_window": 9}, {"packs": 9, "mlps": 2, "norms": 9}),
-    "olmo2": ({}, {"packs": 9, "mlps": 2, "norms": 9}),
-    "phi3": ({}, {"packs": 9, "norms": 5}),
-    "starcoder2": ({}, {"packs": 9}),
-    "gpt2": ({}, {"packs": 1}),
+    "llama": ({}, {"prepacked products": 9, "decoder layers": 2, "RMS norms": 1}),
+    "mistral": ({"sliding_window": 9}, {"prepacked products": 9, "decoder layers": 2, "RMS norms": 1}),
+    "qwen2": ({}, {"prepacked products": 9, "decoder layers": 2, "RMS norms": 1}),
+    "qwen3": ({"head_dim": 24}, {"prepacked products": 9, "decoder layers": 2, "RMS norms": 1}),
+    "granite": ({"residual_multiplier": 0.7}, {"prepacked products": 9, "decoder layers": 2, "RMS norms": 1}),
+    "gemma": ({"head_dim": 16}, {"prepacked products": 9, "decoder layers": 2, "RMS norms": 1}),
+    "mixtral": ({}, {"prepacked products": 5, "decoder layers": 2, "RMS norms": 1}),
+    "gemma2": ({"head_dim": 16, "sliding_window": 9}, {"prepacked products": 9, "gated MLPs": 2, "RMS norms": 9}),
+    "olmo2": ({}, {"prepacked products": 9, "gated MLPs": 2, "RMS norms": 9}),
+    "phi3": ({}, {"prepacked products": 9, "RMS norms": 5}),
+    "starcoder2": ({}, {"prepacked products": 9}),
+    "gpt2": ({}, {"prepacked products": 1}),
 }
 """Per family its sizes, and what is replaced."""
 DTYPES = [torch.float32, torch.bfloat16]
@@ -78,7 +78,7 @@ def test_logits_of_a_family(family: str, dtype: torch.dtype) -> None:
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     plain = logits(model.to(dtype))
-    assert accelerate(model).counts == counts
+    assert make_faster(model) == counts
     error = (logits(model) - plain).abs().max() / (plain.max() - plain.min())
     assert error < (1e-5 if dtype is torch.float32 else 2e-2)
 
@@ -87,7 +87,7 @@ def test_logits_of_a_family(family: str, dtype: torch.dtype) -> None:
 def test_the_same_ids(family: str) -> None:
     model = tiny_model(family, **FAMILIES[family][0])
     faster = copy.deepcopy(model)
-    accelerate(faster)
+    make_faster(faster)
     assert ids(faster) == ids(model)
 
 
@@ -107,7 +107,7 @@ def test_exact_mode(dtype: torch.dtype) -> None:
         pytest.skip("this machine allows no packed bfloat16")
     model = tiny_model().to(dtype)
     plain = logits(model)
-    accelerate(model)
+    make_faster(model)
     assert torch.allclose(logits(model, exact=True), plain, atol=1e-4 if dtype is torch.float32 else 0.3)
     trees = ids(model, exact=True)
     one = Engine.from_model(model, decode=DecodeConfig.autoregressive(), exact=True)
@@ -118,7 +118,7 @@ def test_a_packed_product_that_changes_with_its_height_is_refused(monkeypatch: p
     multiply = Prepacked.multiply
     monkeypatch.setattr(Prepacked, "multiply", lambda self, x: multiply(self, x) * (1 + 1e-3 * x.shape[-2]))
     model = tiny_model()
-    accelerate(model)
+    make_faster(model)
     with pytest.raises(InputError, match=r"q_proj \(64, 128\) in float32 rounds otherwise"):
         self_check(TreeModel(model, exact=True))
 
@@ -139,7 +139,7 @@ def test_one_call_has_the_bits_of_the_parts(
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    accelerate(model.to(dtype))
+    make_faster(model.to(dtype))
     runner, calls, found = TreeModel(model, exact=exact), [], []
     in_one_call = DecoderLayer._in_one_call
 
@@ -172,7 +172,7 @@ def test_layers_of_several_rules_or_with_hooks_are_not_computed_together() -> No
         pytest.skip("this machine allows no tiles of float32, so no layer is one call")
 
     def numbers(model: Any) -> list[int]:
-        accelerate(model)
+        make_faster(model)
         return [len(layer.forward.run.layers) for layer in model.model.layers]
 
     assert numbers(tiny_model(num_hidden_layers=3)) == [3, 1, 1]
@@ -188,7 +188,7 @@ def test_a_copy_of_a_layer_has_weights_of_its_own() -> None:
     if not can_tile(torch.float32, 2):
         pytest.skip("this machine allows no tiles of float32, so no layer is one call")
     model = tiny_model()
-    accelerate(model)
+    make_faster(model)
     copied, rows = copy.deepcopy(model), [Row.chain(0, 0, [1, 2, 3], 3)]
     cache = PagedCache(1, 64)
     TreeModel(model).adapter.logits(rows, cache)  # makes the cache's layers
@@ -207,7 +207,7 @@ def test_a_copy_of_a_layer_has_weights_of_its_own() -> None:
 def test_weights_are_held_once_and_can_be_read() -> None:
     model = tiny_model(attention_bias=True, tie_word_embeddings=True)
     before = copy.deepcopy(model.state_dict())
-    accelerate(model)
+    make_faster(model)
     after = model.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
     held = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
@@ -223,7 +223,7 @@ def test_what_is_not_plain_is_left_as_it_is() -> None:
     first.self_attn.k_proj.register_forward_hook(lambda *_: None)
     second.mlp.forward = second.mlp.forward
     third.self_attn.o_proj.half()
-    assert accelerate(model).counts == {"packs": 13, "norms": 5, "mlps": 2, "layers": 1}
+    assert make_faster(model) == {"prepacked products": 13, "RMS norms": 5, "gated MLPs": 2, "decoder layers": 1}
     assert not isinstance(first.self_attn.k_proj, PrepackedLinear)
     assert isinstance(second.__dict__.get("forward"), decoder_layer.DecoderLayer), "it calls the MLP's own forward"
 
@@ -238,7 +238,7 @@ def test_code_that_is_not_known_is_left_as_it_is() -> None:
 
     model.model.norm.__class__ = Doubled
     model.model.layers[0].mlp.act_fn = nn.ReLU()
-    assert accelerate(model).counts == {"packs": 9, "layers": 2}
+    assert make_faster(model) == {"prepacked products": 9, "decoder layers": 2}
     assert modules.mlp_of(model.model.layers[0].mlp) is None
 
 
@@ -346,7 +346,7 @@ def test_auto_keeps_bfloat16_where_it_is_faster(
 
 def test_heights_of_packed_products() -> None:
     model = nn.Sequential(nn.Linear(64, 48, bias=False))
-    accelerate(model)
+    make_faster(model)
     heights = check.find_heights(nn.ModuleList([nn.Embedding(3, 3), model]))
     assert isinstance(heights, check.Heights) and heights.fewest <= check.MOST_FILLED
 

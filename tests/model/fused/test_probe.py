@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpr import native
-from lpr.model.cpu.products import can_pack, prepack
-from lpr.model.fused.accelerate import accelerate
+from lpr.model.cpu.products import can_pack
 from lpr.model.fused.decoder_layer import layer_of
 from lpr.model.fused.elementwise import Weighing
 from lpr.model.fused.modules import mlp_of, norm_of
@@ -22,6 +21,7 @@ from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.step_inputs import Row
 from tests.fakes.models import tiny_model
+from tests.fakes.rewriting import make_faster, prepack
 
 pytestmark = pytest.mark.skipif(
     native.rms_norm is None or not can_pack(torch.float32, 2), reason="no extension, or no oneDNN"
@@ -218,7 +218,7 @@ def test_an_altered_model_keeps_its_own_logits(where: str) -> None:
     parts = {"norm": layer.input_layernorm, "mlp": layer.mlp, "attention": layer.self_attn, "layer": layer}
     altered(parts[where], behind(lambda x: x * 1.25))
     plain = copy.deepcopy(model)
-    accelerate(model)
+    make_faster(model)
     rows = [Row(0, 0, [3, 4, 5, 6], [-1, 0, 0, 1], [0, 1, 1, 2], 4)]
     one, other = (TreeModel(each).adapter.logits(rows, PagedCache(1, 64)) for each in (plain, model))
     assert torch.allclose(one, other, atol=1e-5)

@@ -1,0 +1,137 @@
+"""All that lpr changes of a foreign model: one ordered list, and one table of what does not go together.
+
+`rewrite` carries out the list of a stage and says of the rest why not. transformers' own `WeightConverter` merges
+weights at load too, but into modules of other names, which a modelling file has to have; `use_kernel_forward_from_hub`
+marks classes only where the package kernels is installed. Neither serves a model that keeps its modules and names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from lpr.model.attention.sparse import Indexers
+from lpr.model.cpu.products import PrepackedProducts
+from lpr.model.exact.check import PinnedProducts
+from lpr.model.fused.decoder_layer import DecoderLayers
+from lpr.model.fused.modules import GatedMlps, RmsNorms
+from lpr.model.multimodal import DroppedTowers, empty_decoder
+from lpr.model.recurrent.convolved_projections import ConvolvedProjections
+from lpr.model.recurrent.plug import RecurrentCalls
+from lpr.model.rewrite.base import NewForward, Rewrite, Setting, Stage, carry_out, done_to, undo
+from lpr.model.rewrite.compiled_model import CompiledModel
+from lpr.model.rewrite.merged_linear import MergedLinear
+from lpr.model.rewrite.positions import FalconLayers, QueryTemperature, RelativeDistances
+from lpr.model.rewrite.sharded_layers import ShardedLayers
+
+COMPILED = CompiledModel()
+REWRITES: tuple[Rewrite, ...] = (
+    DroppedTowers(),
+    ShardedLayers(),
+    RecurrentCalls(),
+    ConvolvedProjections(),
+    Indexers(),
+    RelativeDistances(),
+    QueryTemperature(),
+    FalconLayers(),
+    MergedLinear(),
+    PrepackedProducts(),
+    DecoderLayers(),
+    GatedMlps(),
+    RmsNorms(),
+    PinnedProducts(),
+    COMPILED,
+)
+"""In the order in which they are carried out: layers need merged weights, and products are pinned as they then are."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """What yields to what."""
+
+    losers: tuple[type[Rewrite], ...]
+    winner: str | type[Rewrite]
+    """A mode (Setting.modes), or a rewrite that is carried out or chosen."""
+    reason: str
+    only: str = ""
+    """The mode in which they conflict; none: in all."""
+    unless: type[Rewrite] | None = None
+    """Chosen, it lifts the conflict."""
+
+
+_FUSED = (DecoderLayers, GatedMlps, RmsNorms)
+CONFLICTS = (
+    Conflict((MergedLinear,), "foreign", "the program may call the model too", unless=CompiledModel),
+    Conflict((PrepackedProducts, *_FUSED), "foreign", "the program may call the model too"),
+    Conflict((MergedLinear,), "tp", "only compiled steps merge the parts of split layers", unless=CompiledModel),
+    Conflict((PrepackedProducts, *_FUSED), "tp", "ranks share the weights"),
+    Conflict((MergedLinear, *_FUSED), "exact", "exact mode replaces the modules' products", only="cuda"),
+    Conflict(_FUSED, "compile=on", "a compiler that is asked for fuses what lies between products", only="cuda"),
+    Conflict((CompiledModel,), "exact", "compile adds in an order that the compiler chooses: it cannot be exact"),
+    Conflict((CompiledModel,), "draft head", "compile='on' does not go with a prediction head: use --draft-heads off"),
+    Conflict((CompiledModel,), "foreign", "the program may call the model too", only="compile=auto"),
+    Conflict((CompiledModel,), DecoderLayers, "whole layers are computed by few calls", only="compile=auto"),
+    Conflict((GatedMlps, RmsNorms), CompiledModel, "the compiler fuses them"),
+)
+"""The first that applies counts."""
+
+
+def why_not(rewrite: Rewrite, model: nn.Module, setting: Setting) -> str | None:
+    """The reason why `model` does not get `rewrite`, by its own needs or by CONFLICTS; None if it does."""
+    if (why := rewrite.why_not(model, setting)) is not None:
+        return why
+    for each in CONFLICTS:
+        if type(rewrite) in each.losers and (not each.only or each.only in setting.modes):
+            is_lifted = each.unless is not None and _holds(each.unless, model, setting)
+            if _holds(each.winner, model, setting) and not is_lifted:
+                return each.reason
+    return None
+
+
+def _holds(what: str | type[Rewrite], model: nn.Module, setting: Setting) -> bool:
+    if isinstance(what, str):
+        return what in setting.modes
+    found = next(each for each in REWRITES if type(each) is what)
+    return found.name in done_to(model) or (found.stage is Stage.LATE and why_not(found, model, setting) is None)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of one rewrite."""
+
+    name: str
+    num_modules: int
+    reason: str | None
+    """None: applied."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.num_modules or self.reason}"
+
+
+def rewrite(model: nn.Module, setting: Setting, *stages: Stage) -> list[Line]:
+    """Carry out the rewrites of some stages, as far as `model` has their modules and nothing conflicts."""
+    lines = []
+    for each in REWRITES:
+        if each.stage in stages:
+            why = why_not(each, model, setting)
+            count = 0 if why is not None else len(carry_out(each, model, setting))
+            lines.append(Line(each.name, count, why or (None if count else "it has no such module")))
+    return lines
+
+
+def undo_forwards(model: nn.Module) -> bool:
+    """Let all modules compute by their own forwards again; false if they did. Their weights stay merged."""
+    found = [each for each in REWRITES if isinstance(each, NewForward) and each.name in done_to(model)]
+    for each in found:
+        undo(each, model)
+    return bool(found)
+
+
+def dry_run(config: PretrainedConfig, setting: Setting) -> list[Line]:
+    """What would be done to a model of `config`: it is done to one without memory."""
+    with torch.device("meta"):
+        model = empty_decoder(config)
+    return rewrite(model.eval(), setting, *Stage)
