@@ -1,7 +1,7 @@
 """Run the equality test over every decoder family and write its table into docs/families.md.
 
     python -m dev.families            run the matrix, rewrite the page's table
-    python -m dev.families bloom mpt  run some types only, write nothing
+    python -m dev.families llama gpt2 run some types only, write nothing
 
 A family works if the engine emits the ids of the untouched model's own greedy `generate`, for a ragged batch, with
 drafts of which some are accepted and some rejected.

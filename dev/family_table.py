@@ -84,25 +84,20 @@ _LINEAR_HEADS = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 _HYBRID = ["linear_attention", "full_attention"]
-_FALCON_RW = {
-    "alibi": True, "multi_query": False, "new_decoder_architecture": False, "parallel_attn": False, "bias": True,
-}  # fmt: skip
 _LLAMA = "Llama 2/3, CodeLlama"
 _MISTRAL = "Mistral, Ministral, Mixtral"
 _GEMMA = "Gemma 1-3n, VaultGemma"
 _PHI = "Phi 1-4, Phi MoE"
 _GRANITE = "Granite 3, Granite 4 without Mamba layers"
 _STATE_SPACE = "Mamba 1/2, Falcon Mamba"
-_HYBRIDS = (
-    "Jamba, Bamba, Zamba, Falcon H1, Granite 4 hybrid, Nemotron H, LFM 2/3, Kimi Linear, OLMo hybrid, MiniMax 01, Ling"
-)
-_OTHER_STATES = "RecurrentGemma, ZAYA, Inkling"
+_HYBRIDS = "Jamba, Bamba, Zamba, Falcon H1, Granite 4 hybrid, Nemotron H, LFM 2/3, Kimi Linear, OLMo hybrid, Ling"
+_OTHER_STATES = "ZAYA, Inkling"
 _QWEN_NEXT = "Qwen3-Next, Qwen 3.5"
 _SPARSE = "DeepSeek V3.2, GLM-5, MiniMax-M3, Hunyuan v4, A.X-K2, dots3"
 _INDEXER = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 16}
 _SHARED = {"indexer_types": ["full", "shared"], **_INDEXER}
 _TEMPERATURE = "temperature by position (shim)"
-_ALIBI = "ALiBi by position (shim)"
+_ALIBI = "its ALiBi bias counts cache rows"
 
 
 def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -191,23 +186,17 @@ FAMILIES: list[Family] = [
     # Older.
     *works("GPT-2, GPT-SW3, GPT-BigCode (StarCoder)", "gpt2", "gpt-sw3", "gpt_bigcode"),
     *works("GPT-NeoX, Pythia", "gpt_neox"),
-    *works("GPT-NeoX, Pythia", "gpt_neox_japanese", note="keys made contiguous (shim)"),
+    *refused("GPT-NeoX Japanese", "its forward failed", "gpt_neox_japanese"),
     *works("GPT-J, CodeGen", "gptj", "codegen", rotary_dim=8),
-    *works("GPT-Neo", "gpt_neo", note="local window by position (shim)", num_layers=2, num_heads=4, window_size=8,
-           attention_types=[[["global", "local"], 1]]),
+    *refused("GPT-Neo", "the window of its local layers counts cache rows", "gpt_neo", num_layers=2, num_heads=4,
+             window_size=8, attention_types=[[["global", "local"], 1]]),
     *works("OPT, XGLM, BioGPT", "opt", word_embed_proj_dim=64, ffn_dim=96),
     *works("OPT, XGLM, BioGPT", "xglm", "biogpt", ffn_dim=96),
-    *works("BLOOM", "bloom", note=_ALIBI),
-    *works("BLOOM", "bloom", variant="6 heads", note=_ALIBI, hidden_size=48, n_head=6),
-    *works("MPT", "mpt", note=_ALIBI, d_model=64, n_heads=4, n_layers=2, max_seq_len=256),
-    *works("MPT", "mpt", variant="6 heads", note=_ALIBI, d_model=48, n_heads=6, n_layers=2, max_seq_len=256),
-    *works("Falcon", "falcon", variant="7B: rope, multi-query", note=_ALIBI, multi_query=True,
-           new_decoder_architecture=False),
-    *works("Falcon", "falcon", variant="40B: new architecture", note=_ALIBI, new_decoder_architecture=True,
-           num_kv_heads=2),
-    *works("Falcon", "falcon", variant="RW: ALiBi", note=_ALIBI, **_FALCON_RW),
-    *works("Falcon", "falcon", variant="RW: ALiBi, 6 heads", note=_ALIBI, hidden_size=48, num_attention_heads=6,
-           **_FALCON_RW),
+    *refused("BLOOM, MPT", _ALIBI, "bloom", "mpt"),
+    *works("Falcon", "falcon", variant="7B: rope, multi-query", multi_query=True, new_decoder_architecture=False),
+    *works("Falcon", "falcon", variant="40B: new architecture", new_decoder_architecture=True, num_kv_heads=2),
+    *refused("Falcon RW, with ALiBi", _ALIBI, "falcon", variant="RW: ALiBi", alibi=True, multi_query=False,
+             new_decoder_architecture=False, parallel_attn=False, bias=True),
     *works("CTRL", "ctrl", dff=96),
     *works("BERT and kin with is_decoder", "bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert",
            "rembert", "roc_bert", is_decoder=True, pad_token_id=0),
@@ -223,14 +212,14 @@ FAMILIES: list[Family] = [
     *works(_HYBRIDS, "olmo_hybrid"),
     *works(_HYBRIDS, "kimi_linear", layer_types=_HYBRID, linear_num_heads=4, linear_head_dim=8),
     *works(_HYBRIDS, "bailing_hybrid", layer_types=_HYBRID),
-    # With a linear layer first, transformers' generate takes position 0 for each new token.
-    *works(_HYBRIDS, "minimax", layer_types=_HYBRID[::-1]),
+    *refused("MiniMax 01", "recurrent state", "minimax", layer_types=_HYBRID[::-1]),
     *works(_HYBRIDS, "lfm2", "lfm2_moe", "lfm3", layer_types=["conv", "full_attention"], num_dense_layers=1),
     *works(_QWEN_NEXT, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", layer_types=_HYBRID, **_LINEAR_HEADS),
     *works("Lara Mini", "lara_mini", layer_types=_HYBRID, **_LINEAR_HEADS),
     *works(_QWEN_NEXT, "qwen3_5", "qwen3_5_moe", text_config={"layer_types": _HYBRID, **_LINEAR_HEADS},
            vision_config={**_TINY_VISION, "depth": 1, "num_heads": 2}),
-    *works(_OTHER_STATES, "recurrent_gemma", block_types=["recurrent", "attention"], attention_window_size=9),
+    *refused("RecurrentGemma", "recurrent state", "recurrent_gemma", block_types=["recurrent", "attention"],
+             attention_window_size=9),
     *works(_OTHER_STATES, "zaya", num_experts_per_tok=1),
     *works(_OTHER_STATES, "inkling_text", note="bias by position (shim)"),
     *refused("RWKV", "recurrent state in no cache", "rwkv"),

@@ -33,7 +33,7 @@ from lpr.model.rewrite.sharded_layers import local, make_plain
 from lpr.model.transformers_versions import split_over
 
 DEEPSPEED_FAMILIES = (
-    "biogpt", "falcon", "gemma2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral", "opt", "phi", "qwen2", "qwen3",
+    "biogpt", "falcon", "gemma2", "gpt_neox", "gptj", "llama", "mistral", "opt", "phi", "qwen2", "qwen3",
     "stablelm", "xglm",
 )  # fmt: skip
 """Model types whose logits under AutoTP were compared with the whole model's. It refuses others (GPT-2, CodeGen), or
@@ -124,8 +124,6 @@ def check_split(config: PretrainedConfig, tp: int, backend: str, has_plan: bool,
     `has_plan`: transformers has a plan for the layers. `by_heads`: it splits attention heads.
     """
     family = config.model_type
-    if getattr(config, "alibi", False):
-        family += " with alibi"  # whose bias per head AutoTP does not split
     deepspeed_knows = family in DEEPSPEED_FAMILIES
     if backend == "transformers" and not has_plan:
         instead = "--tp-backend deepspeed does" if deepspeed_knows else "--tp 1 works"

@@ -311,7 +311,7 @@ def test_a_forward_that_computes_with_the_cached_length_is_noticed(model: PreTra
     [
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
         ("mixtral", {"num_local_experts": 4, "experts_implementation": "eager"}, "experts"),
-        ("bloom", {"n_head": 4, "n_layer": 2}, "positions"),
+        ("mamba", {}, "positions"),
     ],
 )
 def test_models_that_cannot_be_captured_are_named_by_their_configuration(

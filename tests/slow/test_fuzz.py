@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0},
     "mistral": {"sliding_window": 24, "head_dim": 16},
-    "bloom": {},
+    "xglm": {"num_layers": 2, "ffn_dim": 96, "attention_heads": 4},
     "qwen3_next": {
         **HYBRID, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
@@ -97,7 +97,7 @@ MODES = [
     Mode("gemma2", disturbed=True, swap=0.0),
     Mode(exact=True, ranks=3, home=0, adaptive=True),
     Mode("lfm2", ranks=3),
-    Mode("bloom", adaptive=True, disturbed=True),
+    Mode("xglm", adaptive=True, disturbed=True),
     Mode("mamba2", padded=True, disturbed=True),
     Mode("qwen3_next", ranks=3, home=0, padded=True),
     Mode("mistral", ranks=3, home=1, disturbed=True),

@@ -379,7 +379,7 @@ def test_auto_takes_it_where_it_can() -> None:
         (tiny_model(), "native"),
         (tiny_model().bfloat16(), "native"),
         (tiny_model().double(), "sdpa"),
-        (tiny_model("bloom", n_head=4, n_layer=2), "sdpa"),
+        (tiny_model("xglm", num_layers=2, ffn_dim=96, attention_heads=4), "sdpa"),
         (tiny_model("deepseek_v3", num_hidden_layers=1, first_k_dense_replace=1), "sdpa"),  # keys are computed
     ):
         runner = TreeModel(model)
@@ -391,7 +391,7 @@ def test_what_it_cannot_do_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="attention='native' cannot be used: it works in float32 and bfloat16, not"):
         TreeModel(tiny_model().double(), "native")
     with pytest.raises(InputError, match="own attention code, which attention='native' does not reach"):
-        TreeModel(tiny_model("bloom", n_head=4, n_layer=2), "native")
+        TreeModel(tiny_model("xglm", num_layers=2, ffn_dim=96, attention_heads=4), "native")
     monkeypatch.setattr(native, "PagedAttention", None)
     with pytest.raises(InputError, match="attention='native' cannot be used: it needs the extension"):
         TreeModel(tiny_model(), "native")

@@ -377,8 +377,8 @@ def test_choices_that_cannot_work_are_refused_in_one_line() -> None:
     assert TreeModel(tiny_model()).attention == ("sdpa" if native.PagedAttention is None else "native")
     with pytest.raises(InputError, match="attention='fast' is none of auto, sdpa, triton, native"):
         TreeModel(tiny_model(), attention="fast")
-    own_code = tiny_model("bloom", n_head=4, n_layer=2)
-    with pytest.raises(InputError, match="'bloom' has its own attention code"):
+    own_code = tiny_model("xglm", num_layers=2, ffn_dim=96, attention_heads=4)
+    with pytest.raises(InputError, match="'xglm' has its own attention code"):
         TreeModel(own_code, attention="triton")
     with pytest.raises(InputError, match="heads of at most 256 dimensions, not 512"):
         self_check(TreeModel(tiny_model("llama", head_dim=512).to(DEVICE), attention="triton"))
