@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 from rich.console import Console
 
@@ -15,7 +16,9 @@ from lpr.cli.display import table
 from lpr.cli.flags import read_flags
 from lpr.config import DecodeConfig, InputError, SamplingParams
 from lpr.model.graphs import MOST_COMMON
+from lpr.model.loader import DTYPES
 from lpr.model.reserve import CONTEXT, MemoryNeeds
+from lpr.model.rewrite.table import dry_run
 from lpr.planner.facts import DTYPE_SIZES, ModelFacts, Planned, facts_of, measured_values, preset_names, resolve
 from lpr.planner.footprint import Footprint, Mesh, footprint, meshes, requests_at_once
 from lpr.planner.hardware import (
@@ -82,6 +85,8 @@ class Args:
     """Longest pending chain evaluated in one step."""
     list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the names of presets, GPUs and links."""
+    rewrites: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print what an engine would change of the model's modules on a GPU and on a CPU, and why not the rest."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON line instead of tables."""
 
@@ -125,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = 140  # a log file has no edge to wrap at
+        if args.rewrites:
+            show_rewrites(args, console)
+            return 0
         plan = make_plan(args)
     except InputError as failure:
         print(f"lpr.plan: error: {failure}", file=sys.stderr)
@@ -185,6 +193,21 @@ def asked_for(args: Args) -> tuple[Planned, ModelFacts, Machine, str, dict[str, 
     planned = resolve(args.model)
     facts = facts_of(planned.config, planned.name)
     return planned, facts, machine, facts.dtype if args.dtype == "auto" else args.dtype, given
+
+
+def show_rewrites(args: Args, console: Console) -> None:
+    """Print, for a GPU and for a CPU, a line for each rewrite; raises InputError."""
+    planned, _, _, dtype, _ = asked_for(args)
+    found = {}
+    for device in (torch.device("cuda"), torch.device("cpu")):
+        chosen = "float32" if device.type == "cpu" and args.dtype == "auto" else dtype
+        found[f"{planned.name} on a {device.type.upper()}, {chosen}"] = dry_run(planned.config, device, DTYPES[chosen])
+    if args.json:
+        print(json.dumps({title: [asdict(line) for line in lines] for title, lines in found.items()}))
+        return
+    for title, lines in found.items():
+        rows = [(line.name, str(line.num_modules), line.reason or "applied") for line in lines]
+        console.print(table(title, ("change", "modules", "applied, or why not"), rows))
 
 
 def recommend(

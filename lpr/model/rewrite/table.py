@@ -18,7 +18,8 @@ from lpr.model.cpu.products import PrepackedProducts
 from lpr.model.exact.check import PinnedProducts
 from lpr.model.fused.decoder_layer import DecoderLayers
 from lpr.model.fused.modules import GatedMlps, RmsNorms
-from lpr.model.multimodal import DroppedTowers, empty_decoder
+from lpr.model.graph_capture import uncapturable
+from lpr.model.multimodal import DroppedTowers, empty_decoder, takes_positions
 from lpr.model.recurrent.convolved_projections import ConvolvedProjections
 from lpr.model.recurrent.plug import RecurrentCalls
 from lpr.model.rewrite.base import NewForward, Rewrite, Setting, Stage, carry_out, done_to, undo
@@ -130,8 +131,10 @@ def undo_forwards(model: nn.Module) -> bool:
     return bool(found)
 
 
-def dry_run(config: PretrainedConfig, setting: Setting) -> list[Line]:
-    """What would be done to a model of `config`: it is done to one without memory."""
+def dry_run(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> list[Line]:
+    """What an engine on a kind of device would do to its own model of `config`: it is done to one without memory."""
     with torch.device("meta"):
         model = empty_decoder(config)
-    return rewrite(model.eval(), setting, *Stage)
+    nn.Module.to(model, dtype=dtype).eval()
+    uncaptured = uncapturable(model, takes_positions(model)) if device.type == "cuda" else "it needs a GPU"
+    return rewrite(model, Setting(device, compile="auto", uncaptured=uncaptured), *Stage)
