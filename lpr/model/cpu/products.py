@@ -142,4 +142,5 @@ class PrepackedProducts(Rewrite):
                 weight = nn.Parameter(member.weight.clone(), requires_grad=False)
             del member.pack, member.place, member.tied
             member.__class__ = nn.Linear
-            member.weight, member.bias = weight, bias
+            member.register_parameter("weight", weight)
+            member.register_parameter("bias", bias)
