@@ -199,6 +199,7 @@ def show_rewrites(args: Args, console: Console) -> None:
     """Print, for a GPU and for a CPU, a line for each rewrite; raises InputError."""
     planned, _, _, dtype, _ = asked_for(args)
     found = {}
+    torch.set_num_threads(1)  # what is tried on modules is small
     for device in (torch.device("cuda"), torch.device("cpu")):
         chosen = "float32" if device.type == "cpu" and args.dtype == "auto" else dtype
         found[f"{planned.name} on a {device.type.upper()}, {chosen}"] = dry_run(planned.config, device, DTYPES[chosen])

@@ -5,33 +5,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
-from lpr.config import InputError
-from lpr.model.attention.dense import TREE_ATTENTION, TREE_MASK_ONLY
-from lpr.model.attention.layer_rules import EXACT_KERNELS, KERNELS, load_kernel
-from lpr.model.attention.native import why_not_native
-from lpr.model.attention.sparse import SPARSE_ATTENTION, selects
+from lpr.model.attention.backends import Reads, attention_configs, choose
 from lpr.model.exact import check
 from lpr.model.families import is_recurrent
 from lpr.model.input_builder import build_inputs, build_page_inputs
 from lpr.model.kv_cache import KVCache
-from lpr.model.multimodal import set_attention, takes_positions
-from lpr.model.recurrent.convolved_projections import has_convolved_projections
+from lpr.model.multimodal import takes_positions
 from lpr.model.rewrite.base import Setting, Stage
 from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.rewrite.table import rewrite
 from lpr.model.step_inputs import Row, StepInputs, current_step, step_scope
 from lpr.model.transformers_versions import passed
 
-ATTENTION = ("auto", "sdpa", *KERNELS)
-"""Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, a GPU kernel that reads bits, or C++ that
-reads pages on a CPU."""
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 """By model: held by the engine that calls it, as each calls it with its own attention."""
 ShareHeights = Callable[[check.Heights | str], check.Heights | str]
@@ -76,55 +67,33 @@ class Adapter:
         self._layer_rules: dict[int | None, Any] = {}
         self.may_fall_back = attention == "auto"
         """True if `self_check` may choose "sdpa" instead."""
-        self.set_attention(self._best_attention() if attention == "auto" else attention)
+        self.set_attention(attention)
 
-    def _best_attention(self) -> str:
-        if not self.model._can_set_attn_implementation() or selects(self.config):
-            return "sdpa"
-        if self.device.type == "cuda":
-            return "triton" if find_spec("triton") and not has_convolved_projections(self.model) else "sdpa"
-        return "native" if self.device.type == "cpu" and why_not_native(self.model.dtype) is None else "sdpa"
+    @property
+    def attention(self) -> str:
+        """The attention in use, one of ATTENTION except "auto"."""
+        return self.backend.choice
+
+    @property
+    def attention_name(self) -> str:
+        """The name of its implementation in the registries of transformers."""
+        return self.backend.name(self.exact)
 
     @property
     def reads_bits(self) -> bool:
         """True if attention on a GPU reads the tree as bits, in place of a dense mask."""
-        return self.attention == "triton"
+        return self.backend.reads is Reads.BITS
 
     @property
     def reads_pages(self) -> bool:
         """True if attention on a CPU reads trees and block tables as they are."""
-        return self.attention == "native"
+        return self.backend.reads is Reads.PAGES
 
     def set_attention(self, choice: str) -> None:
-        """Switch the model to one of ATTENTION except "auto"; raises InputError where it cannot work."""
-        if choice not in ATTENTION[1:]:
-            raise InputError(f"attention={choice!r} is none of {', '.join(ATTENTION)}")
-        if choice in KERNELS and not self.model._can_set_attn_implementation():
-            owner = f"model type {self.config.model_type!r} has its own attention code"
-            raise InputError(f"{owner}, which attention={choice!r} does not reach; use attention='sdpa'")
-        if choice == "triton" and not find_spec("triton"):
-            raise InputError(
-                "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
-            )
-        if choice == "native":
-            why = why_not_native(self.model.dtype) if self.device.type == "cpu" else "it runs on a CPU"
-            if why is not None:
-                raise InputError(f"attention='native' cannot be used: {why}; use attention='auto'")
-        if choice == "triton" and has_convolved_projections(self.model):
-            owner = f"the recurrent layers of model type {self.config.model_type!r}"
-            raise InputError(f"attention='triton' has no kernel for {owner}; use attention='sdpa'")
-        if choice in KERNELS and selects(self.config):
-            raise InputError(f"attention={choice!r} knows no sparse attention; use attention='sdpa'")
-        plain = SPARSE_ATTENTION if selects(self.config) else TREE_ATTENTION
-        name = (EXACT_KERNELS if self.exact else KERNELS).get(choice, plain)
-        load_kernel(name)
-        self.attention, self.attention_name = choice, name
+        """Switch the model to one of ATTENTION; raises InputError where it cannot work."""
+        self.backend = choose(self.model, choice)
         with self.lock:
-            if self.model._can_set_attn_implementation():
-                set_attention(self.model, name)
-            else:
-                for config in attention_configs(self.model):
-                    config._attn_implementation_internal = TREE_MASK_ONLY
+            self.backend.set(self.model, self.exact)
             rewrite(self.model, Setting(self.device), Stage.TREE)
             self._configs = attention_configs(self.model)
             self._names = names_of(self._configs)
@@ -217,12 +186,6 @@ class Adapter:
     ) -> torch.Tensor:
         """The logits of `forward` over `rows`, laid out as by `inputs`."""
         return self.forward(self.inputs(rows, cache, node_bucket, kv_bucket, packed), cache)
-
-
-def attention_configs(model: PreTrainedModel) -> list[Any]:
-    """The configs that choose the attention of the model's parts, each once."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    return list({id(each): each for each in configs if hasattr(each, "_attn_implementation_internal")}.values())
 
 
 def names_of(configs: Sequence[Any]) -> list[Any]:

@@ -98,7 +98,7 @@ class TreeModel:
 
     @property
     def attention(self) -> str:
-        """The attention in use, one of lpr.model.adapter.ATTENTION but "auto"."""
+        """The attention in use, one of lpr.model.attention.backends.ATTENTION but "auto"."""
         return self.adapter.attention
 
     @property

@@ -25,7 +25,7 @@ from lpr.dist.comm import ProcessComm
 from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join, leave
 from lpr.engine.exchange import DesyncError
-from lpr.model.attention import layer_rules
+from lpr.model.attention import native as native_attention
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import Capturer, Program
 from lpr.model.loader import load
@@ -116,8 +116,8 @@ def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, objec
     finally:
         torch.set_num_threads(1)
     if case.get("fault") == "rounding" and comm.rank:
-        attend_pages, in_one_call = layer_rules.attend_pages, DecoderLayer._in_one_call
-        layer_rules.attend_pages = lambda *given: attend_pages(*given) * (1 + 2**-23)
+        attend_pages, in_one_call = native_attention.attend_pages, DecoderLayer._in_one_call
+        native_attention.attend_pages = lambda *given: attend_pages(*given) * (1 + 2**-23)
         DecoderLayer._in_one_call = lambda *given: in_one_call(*given) * (1 + 2**-23)  # type: ignore[method-assign]
     shape = SHAPES["both, batch of 4, 2 ranks that share every tree"]
     texts = [[*prompt, *output] for prompt, output in zip(PROMPTS, group.outputs, strict=True)]

@@ -22,7 +22,7 @@ from lpr.dist.rendezvous import Member, Rendezvous
 from lpr.dist.runtime import World, memory_of, sharing
 from lpr.engine.exchange import Exchange
 from lpr.model import loader
-from lpr.model.attention import dense, layer_rules
+from lpr.model.attention import dense, triton_kernels
 from lpr.model.graph_capture import Capturer, uncapturable
 from lpr.model.graph_inputs import WIDE_KV, StaticShape, static_shape
 from lpr.model.graphs import MAX_GRAPHS, MOST_COMMON, GraphForward
@@ -65,8 +65,8 @@ def test_experts_that_do_not_read_the_setting_are_not_refused_for_it(monkeypatch
 
 def test_the_kernel_is_imported_before_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     TreeModel(tiny_model(), attention="triton")
-    monkeypatch.setattr(layer_rules, "import_module", None)
-    assert callable(layer_rules._versions[layer_rules.KERNELS["triton"]].tree_attention)
+    monkeypatch.setattr(triton_kernels, "import_module", None)
+    assert callable(triton_kernels._versions[triton_kernels.TRITON].tree_attention)
 
 
 class CompilerError(Exception):

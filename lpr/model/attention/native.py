@@ -7,27 +7,21 @@ built. In exact mode each entry walks its own path (native/attention.h), in the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from lpr import native
+from lpr.model.attention.dense import Mask, check_passed_on, tree_attention
+from lpr.model.attention.layer_rules import LayerRule, kernel_mask
+from lpr.model.step_inputs import current_step
 from lpr.model.threads import has_team
 
+NATIVE, NATIVE_EXACT = "lpr_tree_native", "lpr_tree_native_exact"
+"""Names of the implementations."""
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class LayerRule:
-    """The rule of a layer kind besides the tree: keys of the last `window` positions, or of the same `chunk`."""
-
-    window: int | None = None
-    chunk: int | None = None
-    mask_function: Callable[..., Any] = field(default=causal_mask_function, compare=False)
-    """The model's own function, for a layer that needs a dense mask after all."""
 
 
 def why_not_native(dtype: torch.dtype) -> str | None:
@@ -83,3 +77,35 @@ def attend_pages(
         exact,
     )
     return out
+
+
+def native_attention(is_exact: bool) -> Callable[..., tuple[torch.Tensor, None]]:
+    """For AttentionInterface: attention in C++ in a step that has pages, else by "lpr_tree"."""
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: LayerRule | Mask,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        rule, step = attention_mask, current_step()
+        if not isinstance(rule, LayerRule):  # not in a step that has pages
+            return tree_attention(module, query, key, value, rule, scaling, softcap, s_aux, position_bias)
+        assert step is not None and step.pages is not None
+        if position_bias is not None:
+            raise TypeError("the model adds a bias to scores")
+        check_passed_on(step, key, value)
+        return attend_pages(step.pages, query, key[0], value[0], rule, scaling, softcap, s_aux, is_exact), None
+
+    return attend
+
+
+for _name in (NATIVE, NATIVE_EXACT):
+    AttentionInterface.register(_name, native_attention(_name == NATIVE_EXACT))
+    AttentionMaskInterface.register(_name, kernel_mask)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lpr import native
-from lpr.model.attention.layer_rules import EXACT_KERNELS, KERNELS
-from lpr.model.attention.native import LayerRule
+from lpr.model.attention.layer_rules import LayerRule
+from lpr.model.attention.native import NATIVE, NATIVE_EXACT
 from lpr.model.cpu.tiles import Tiles
 from lpr.model.fused.elementwise import norm_heads, rotate
 from lpr.model.fused.modules import Fused, GatedMlp, Norm, in_step, mlp_of, norm_of, pack_of
@@ -29,8 +29,6 @@ from lpr.model.rewrite.merged_linear import Pack
 from lpr.model.step_inputs import StepInputs, current_step
 from lpr.model.threads import team_size
 from lpr.model.transformers_versions import cache_argument
-
-_NATIVE = (KERNELS["native"], EXACT_KERNELS["native"])
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class DecoderLayer:
             return hidden_states
         step.computed = -1
         name = attention.config._attn_implementation
-        if self.run is not None and name in _NATIVE and isinstance(attention_mask, LayerRule):
+        if self.run is not None and name in (NATIVE, NATIVE_EXACT) and isinstance(attention_mask, LayerRule):
             sides = [cache.layer_tensors.get(index) for index in self.run.layers]
             if None not in sides:
                 step.computed = self.run.layers[-1]
@@ -136,7 +134,7 @@ class DecoderLayer:
         result, (keys, values) = torch.empty_like(states), zip(*sides, strict=True)
         cosines, sines = (each.expand(len(states), -1, -1).contiguous() for each in embeddings)
         self.run.call.run(
-            step.pages.reader, self.attention.config._attn_implementation in EXACT_KERNELS.values(),
+            step.pages.reader, self.attention.config._attn_implementation == NATIVE_EXACT,
             states.data_ptr(), result.data_ptr(), cosines.data_ptr(), sines.data_ptr(), *states.shape[:2],
             *_places(keys), *_places(values), step.write_rows.data_ptr(), rule.window or 0, rule.chunk or 0,
             team_size(),

@@ -12,7 +12,8 @@ import torch
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.model.attention import in_order
-from lpr.model.attention.native import LayerRule, attend_pages
+from lpr.model.attention.layer_rules import LayerRule
+from lpr.model.attention.native import attend_pages
 from lpr.model.input_builder import Row
 from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel

@@ -19,7 +19,8 @@ import lpr.model.self_check
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.dist.comm import Comm
 from lpr.engine.exchange import DesyncError
-from lpr.model.attention import in_order, layer_rules
+from lpr.model.attention import in_order
+from lpr.model.attention import native as native_attention
 from lpr.model.exact import check
 from lpr.model.input_builder import Row
 from lpr.model.paged_cache import PagedCache
@@ -200,7 +201,7 @@ def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.Monkey
     group = Group(Worlds(model, "float32", exact=True), [TEXT], params)
     group.decode_plainly()
     texts = [TEXT + group.outputs[0]]
-    find, attend_pages, step = in_order.find_paths, layer_rules.attend_pages, threading.local()
+    find, attend_pages, step = in_order.find_paths, native_attention.attend_pages, threading.local()
 
     def pages_by_rank(*given: Any) -> torch.Tensor:
         return attend_pages(*given) * (1 + 2**-23 * (getattr(step, "rank", 0) == 1))
@@ -218,7 +219,7 @@ def test_a_rank_that_adds_in_another_order_is_noticed(monkeypatch: pytest.Monkey
         return group.watched(engine, SHAPES["window"], texts)
 
     monkeypatch.setattr(in_order, "find_paths", by_rank)
-    monkeypatch.setattr(layer_rules, "attend_pages", pages_by_rank)
+    monkeypatch.setattr(native_attention, "attend_pages", pages_by_rank)
     monkeypatch.setattr(lpr.model.self_check, "_inexact_step", lambda adapter: None)
     found = run_ranks(ThreadWorld(2), program)
     known = [digests[key] == group.digests[key] for _, digests, _ in found for key in digests if key in group.digests]
@@ -440,7 +441,7 @@ def a_sibling_is_seen(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
 
 def steps_of_another_rounding(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
     """A step of several entries rounds otherwise than plain decoding, by one unit of the last place."""
-    attend, attend_pages = in_order.attend, layer_rules.attend_pages
+    attend, attend_pages = in_order.attend, native_attention.attend_pages
 
     def mutant(query: torch.Tensor, *rest: Any) -> torch.Tensor:
         out = attend(query, *rest)
@@ -451,7 +452,7 @@ def steps_of_another_rounding(patch: pytest.MonkeyPatch, runner: TreeModel) -> N
         return out if query.shape[2] < 16 else out * (1 + 2**-23)
 
     patch.setattr(in_order, "attend", mutant)
-    patch.setattr(layer_rules, "attend_pages", mutant_of_pages)
+    patch.setattr(native_attention, "attend_pages", mutant_of_pages)
 
 
 @pytest.mark.parametrize(
