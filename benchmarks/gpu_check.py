@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lpr.model.fused.accelerate import accelerate
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -39,7 +40,6 @@ from benchmarks.common import RESULTS, Flag, circumstances, read_options, reason
 from benchmarks.gpu import models, parts, several
 from lpr import InputError
 from lpr.dist.runtime import leave
-from lpr.model.fused.accelerate import accelerate
 from tests.fakes.prompts import PROMPTS
 
 BUDGETS = {

@@ -14,7 +14,6 @@ from benchmarks.gpu.parts import Sizes, measured, median_ms, wait
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.input_builder import Row
 from lpr.model.kv_cache import KVCache
-from lpr.model.paged_cache import PagedCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
@@ -42,7 +41,7 @@ def tree_step(num_cached: int, count: int, vocab_size: int, is_chain: bool = Fal
 
 def shapes_like(runner: TreeModel) -> KVCache:
     """A cache after one forward, for its layer shapes."""
-    like = PagedCache(1, 32)
+    like = KVCache(1, 32)
     rows, _ = tree_step(0, 2, runner.vocab_size)
     runner.adapter.logits(rows, like)
     return like
@@ -227,7 +226,7 @@ def hybrid_step(sizes: Sizes) -> dict[str, Any]:
     result: dict[str, Any] = {"nodes": count}
     logits = []
     for name, attention in {"kernels": "triton", "torch": "sdpa"}.items() if on_gpu else {"torch": "sdpa"}.items():
-        runner, cache = TreeModel(model, attention), PagedCache(1, 256)
+        runner, cache = TreeModel(model, attention), KVCache(1, 256)
         rows, selection = tree_step(100, count, runner.vocab_size)
         prompt = Row.chain(0, 0, [3, 5, 7, 9] * 25, 0)
         runner.adapter.logits([prompt], cache)

@@ -47,7 +47,6 @@ class EagerForward:
         return self.sampler.results(self._logits(inputs), selection, num_candidates)
 
     def fill(self, rows: Sequence[Row]) -> None:
-        """As TreeModel.fill."""
         self._logits(self.adapter.step_inputs(rows, self.cache))
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:

@@ -43,7 +43,6 @@ class CudaCapturer(Capturer):
         self._graphs: WeakSet[Any] = WeakSet()
 
     def release(self) -> None:
-        """As Capturer.release."""
         for graph in list(self._graphs):
             graph.reset()
         self._graphs.clear()

@@ -124,7 +124,6 @@ class GraphForward(EagerForward):
         return static_shape(rows, selection, num_candidates, *limits, bits, self._height, is_split, tables)
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
-        """As TreeModel.evaluate."""
         if selection.processor_paths or selection.num_logprobs is not None:  # code, which no graph holds; and rare
             nothing = Selection.build([])
             shape = self.shape_of(rows, nothing, 0)

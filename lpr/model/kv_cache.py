@@ -1,47 +1,230 @@
-"""The KV cache as a model's forward, a step's inputs and the runtime see it.
+"""A KV cache in pages: a sequence's rows lie in the pages of its block table (PagedAttention, Kwon et al. 2023).
 
 A *row* holds the K and V of one token. A sequence sees its own rows: committed token j is row j, entry i of the running
-step is row `num_cached + i`. Where they lie among the rows of the whole cache, only PagedCache knows.
+step is row `num_cached + i`. Where they lie among the rows of the whole cache, only this file knows.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 
+from lpr.config import PAGE_SIZE
+from lpr.model.cpu.memory import zeros
+from lpr.model.host_pages import HostPages, swap_ms
 from lpr.model.recurrent.states import States, StatesInCache
-from lpr.model.step_inputs import Block, Row, current_step
+from lpr.model.step_inputs import Block, Row, StepInputs, current_step
+from lpr.model.transfer import to_device
+from lpr.native import PagedAttention, place_rows
+
+Pair = tuple[Tensor, Tensor]
 
 
-class KVCache(StatesInCache, Cache, ABC):
-    """K/V of up to `num_slots` running sequences, each with up to `rows_per_slot` rows."""
+class KVCache(StatesInCache, Cache):
+    """K/V in pages of `page_size` rows: page p has the cache rows from `p * page_size` on; the last row is spare.
 
-    num_slots: int
-    rows_per_slot: int
-    """Most rows of a sequence: its committed tokens and a step's entries."""
-    page_size: int
-    num_pages: int
-    states: States
-    """The states of recurrent layers."""
+    Row j of the sequence in slot s is row `j % page_size` of page `tables[s, j // page_size]`. Layers with equal shapes
+    share one tensor [layers, rows, heads, dim] for their keys and one for their values, so a commit is one gather and
+    one scatter of each for all of them. Sliding layers keep all rows, since a rolling buffer cannot take a rejected
+    branch back; their mask hides what slid out of the window.
+    """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(
+        self, num_slots: int, rows_per_slot: int, num_pages: int | None = None, page_size: int = PAGE_SIZE
+    ) -> None:
+        """An empty cache; the first forward shows the layers' shapes and makes the tensors.
+
+        Without `num_pages` each slot has pages of its own for all its rows, and needs no `assign`.
+        """
         super().__init__(layers=[])  # without transformers' objects per layer
         self.states = States(num_slots)
+        """The states of recurrent layers."""
+        self.num_slots, self.rows_per_slot, self.page_size = num_slots, rows_per_slot, page_size
+        per_slot = -(-rows_per_slot // page_size)
+        self.num_pages = num_slots * per_slot if num_pages is None else num_pages
+        self.tables = np.zeros((num_slots, per_slot), np.int32)
+        """The block table of each slot, on the host."""
+        self.run_rows = np.zeros(num_slots, np.int64)
+        """Per slot, its leading rows that lie side by side."""
+        if num_pages is None:
+            self.tables[:] = np.arange(self.num_pages).reshape(num_slots, per_slot)
+            self.run_rows[:] = per_slot * page_size
+        self.layer_tensors: dict[int, Pair] = {}
+        """Per layer its keys and values, [rows, heads, dim] each."""
+        self._pools: list[Tensor] = []
+        self._fixed: set[int] = set()
+        """Layers whose rows no commit moves."""
+        self._moved: list[Tensor] = []
+        """The pools of all other layers."""
+        self._flat: dict[int, tuple[tuple[Tensor, int], tuple[Tensor, int]]] = {}
+        """All rows [layers * rows, heads, dim] of what holds a layer's keys and values, and where the layer's begin."""
+        self._device_tables: Tensor | None = None
+        self._num_begun = 0
+        """Pages up to the last that a slot has had."""
+        self._changed: list[np.ndarray] = []
+        """Places among all tables that `device_tables` lacks."""
 
-    @abstractmethod
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def num_rows(self) -> int:
+        """Rows of all pages, and the spare row behind them, which padding is written to."""
+        return self.num_pages * self.page_size + 1
+
+    def resized(
+        self, num_slots: int, rows_per_slot: int, num_pages: int | None = None, num_snapshots: int = 0
+    ) -> KVCache:
+        """Another cache for the same layers, its memory allocated; without `num_pages` one with room for all rows.
+
+        `num_snapshots` are places for recurrent states besides those of slots.
+        """
+        made = KVCache(num_slots, rows_per_slot, num_pages, self.page_size)
+        made.states = self.states.resized(num_slots + num_snapshots)
+        made._fixed = set(self._fixed)
+        groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        for layer, pair in self.layer_tensors.items():
+            for side, tensor in enumerate(pair):
+                kind = (layer in made._fixed, side, tensor.shape[1:], tensor.dtype, tensor.device)
+                groups.setdefault(kind, []).append((layer, side))
+        places: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        rows = made.num_rows
+        for (is_fixed, _, shape, dtype, device), members in groups.items():
+            size = (len(members) * rows, *shape)
+            flat = zeros(size, dtype) if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
+            made._pools.append(flat.unflatten(0, (len(members), rows)))
+            if not is_fixed:
+                made._moved.append(made._pools[-1])
+            places.update({member: (flat, index * rows) for index, member in enumerate(members)})
+        for layer in self.layer_tensors:
+            made._flat[layer] = (places[layer, 0], places[layer, 1])
+            keys, values = (flat[start : start + rows] for flat, start in made._flat[layer])
+            made.layer_tensors[layer] = (keys, values)
+            if keys.device.type != "cpu":
+                made.device_tables(keys.device)  # now, and not while a step is captured
+        return made
+
+    def _add_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        pair = tuple(new.new_zeros(self.num_rows, new.shape[1], new.shape[3]) for new in (keys, values))
+        self.layer_tensors[layer] = (pair[0], pair[1])
+        pools = [side[None] for side in pair]
+        self._pools.extend(pools)
+        if layer not in self._fixed:
+            self._moved.extend(pools)
+
+    # Block tables.
+
+    def assign(self, slot: int, pages: Sequence[int]) -> None:
+        """Let a slot have these pages; those that it has already in the same places cost nothing."""
+        new = np.asarray(pages, np.int32)
+        table = self.tables[slot]
+        different = np.nonzero(table[: len(new)] != new)[0]
+        if len(different):
+            self._num_begun = max(self._num_begun, int(new.max()) + 1)
+            first, last = int(different[0]), int(different[-1]) + 1
+            table[first:last] = new[first:last]
+            if self._device_tables is not None:
+                self._changed.append(np.arange(first, last) + slot * len(table))
+        breaks = np.nonzero(np.diff(new) != 1)[0]
+        self.run_rows[slot] = (int(breaks[0]) + 1 if len(breaks) else len(new)) * self.page_size
+
+    def send_tables(self) -> None:
+        """Bring what `assign` has changed to the device, for captured steps."""
+        if self._device_tables is not None:
+            self.device_tables(self._device_tables.device)
+
+    def device_tables(self, device: torch.device) -> Tensor:
+        """Int32 [slots, pages]: the block tables on a device, with all changes; always the same memory.
+
+        A compiler takes equal sizes for one: no dimension is a batch's, and no row as long as its stride.
+        """
+        slots, per_slot = self.tables.shape
+        if self._device_tables is None:
+            made = torch.arange(slots * (per_slot + 1), dtype=torch.int32, device=device)
+            self._device_tables = made - made // (per_slot + 1)
+            if (different := np.nonzero(self.tables.reshape(-1) != np.arange(self.tables.size))[0]).size:
+                self._changed = [different]
+        if self._changed:
+            places = np.unique(np.concatenate(self._changed))
+            words = np.stack([places, self.tables.reshape(-1)[places]])
+            target, pages = to_device(words, device)
+            self._device_tables.index_copy_(0, target + target // per_slot, pages.to(torch.int32))
+            self._changed.clear()
+        return self._device_tables.view(slots, per_slot + 1)[:, :per_slot]
+
+    def cache_rows(self, slots: np.ndarray | int, places: np.ndarray) -> np.ndarray:
+        """The cache rows of rows `places` of the sequences in `slots`, int64, of both shapes broadcast."""
+        pages = self.tables[slots, places // self.page_size].astype(np.int64)
+        return pages * self.page_size + places % self.page_size
+
+    def run(self, first_slot: int, batch: int, num_kv: int) -> tuple[int, int] | None:
+        """Where the first `num_kv` rows of neighbouring slots begin, and how far apart; None if they are not runs."""
+        slots = slice(first_slot, first_slot + batch)
+        if self.run_rows[slots].min() < num_kv:
+            return None
+        starts = self.tables[slots, 0].astype(np.int64) * self.page_size
+        steps = np.diff(starts)
+        if batch > 1 and (steps[0] < 0 or (steps != steps[0]).any()):
+            return None
+        return int(starts[0]), int(steps[0]) if batch > 1 else 0
+
+    # A forward.
+
+    def lie_evenly(self, rows: Sequence[Row]) -> bool:
+        """True if one view holds the keys of these rows, whose slots are neighbours."""
+        longest = max(row.num_cached + row.num_entries for row in rows)
+        return len(rows) == 1 or self.run(rows[0].slot, len(rows), longest) is not None
+
+    def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: Sequence[int]) -> None:
+        """Let a block know where the keys of its slots lie, of which attention sees the first `num_used` of each.
+
+        `by_table` if attention reads block tables. No row of another sequence is read, not even with weight 0: it may
+        be NaN.
+        """
+        slots = slice(block.first_slot, block.first_slot + len(block.positions))
+        if by_table:
+            block.table = self.device_tables(device)[slots, : -(-block.num_kv // self.page_size)]
+            return
+        block.run = self.run(block.first_slot, len(block.positions), block.num_kv)
+        if block.run is None:
+            last = np.maximum(1, np.asarray(num_used))[:, None] - 1
+            found = self.cache_rows(np.arange(self.num_slots)[slots, None], np.arange(block.num_kv).clip(max=last))
+            block.kv_rows = to_device(found.reshape(-1), device)
+
+    def read_pages(self, rows: Sequence[Row], places: Sequence[tuple[int, int]], num_threads: int) -> Any:
+        """A native.PagedAttention of a step's rows, each of whose first entry has a place in the step's [B, T]."""
+        assert PagedAttention is not None
+        slots, cached = [row.slot for row in rows], [row.num_cached for row in rows]
+        entries = [row.entries for row in rows]
+        return PagedAttention(self.tables, self.page_size, slots, cached, entries, places, num_threads)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Pair:
         """Write the current step's K and V [R, H, N, D]; return the K and V that attention reads, without a copy.
 
-        That is [B, H, KV, D] for a single block, and for packed inputs what `of_block` takes.
+        That is [B, H, KV, D] for a single block; where blocks are read by tables or packed, all rows of the cache,
+        [1, H, rows, D], of which `of_block` takes a block's.
         """
+        step = current_step()
+        assert step is not None, "a KVCache works only inside step_scope"
+        if layer_idx not in self.layer_tensors:
+            self._add_layer(layer_idx, key_states, value_states)
+        states, block = (key_states, value_states), step.blocks[0]
+        if torch.compiler.is_compiling() and layer_idx in self._flat:
+            return self._update_compiled(step, layer_idx, states)
+        views = []
+        for side, new in zip(self.layer_tensors[layer_idx], states, strict=True):
+            if block.first_row is not None and not step.packed:  # the entries lie side by side
+                side.narrow(0, block.first_row, new.shape[2]).copy_(new[0].transpose(0, 1))
+            else:
+                side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
+            step.hand_out(side)
+            whole = side.transpose(0, 1)[None]
+            by_row = step.packed or block.table is not None or step.pages is not None
+            views.append(whole if by_row else self.of_block(whole, block))
+        return views[0], views[1]
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Write the current step's keys [R, N, D] of a sparse layer's indexer; return those that it scores [B, KV, D].
@@ -65,81 +248,77 @@ class KVCache(StatesInCache, Cache, ABC):
         """Rows of a sequence."""
         return self.rows_per_slot
 
-    @property
-    @abstractmethod
-    def num_rows(self) -> int:
-        """Rows of all pages, and the spare row behind them, which padding is written to."""
+    def _update_compiled(self, step: StepInputs, layer: int, states: Pair) -> Pair:
+        """As `update`, of whole tensors, as a compiler would copy all memory that views share around each write."""
+        block, views = step.blocks[0], []
+        for (flat, start), new in zip(self._flat[layer], states, strict=True):
+            flat.index_copy_(0, step.write_rows + start, new.transpose(1, 2).flatten(0, 1))
+            whole = flat.narrow(0, start, self.num_rows).transpose(0, 1)[None]
+            views.append(whole if block.table is not None else self.of_block(whole, block))
+        return views[0], views[1]
 
-    @abstractmethod
-    def assign(self, slot: int, pages: Sequence[int]) -> None:
-        """Let the sequence in a slot have these pages, in the order of its rows."""
+    def of_block(self, states: Tensor, block: Block) -> Tensor:
+        """A block's K or V [B, H, KV, D], a view of what `update` returned: all rows [1, H, rows, D]."""
+        batch, rows = len(block.positions), states[0]
+        if block.run is None:
+            if block.kv_rows is None:  # attention by tables does not know the model's mask or bias
+                assert block.tree_mask is not None
+                self.place_static(block, block.tree_mask.num_cached + block.tree_mask.num_entries)
+            assert block.kv_rows is not None
+            # Row by row, as they lie: the same along dimension 1 would copy the whole cache first.
+            return rows.transpose(0, 1).index_select(0, block.kv_rows).unflatten(0, (batch, -1)).transpose(1, 2)
+        first, step = block.run
+        if batch == 1:
+            return rows.narrow(1, first, block.num_kv)[None]
+        heads, width, dim = rows.stride()
+        sizes, strides = (batch, len(rows), block.num_kv, rows.shape[2]), (step * width, heads, width, dim)
+        return rows.as_strided(sizes, strides, rows.storage_offset() + first * width)
 
-    @abstractmethod
-    def send_tables(self) -> None:
-        """Bring what `assign` has changed to the device, for captured steps."""
-
-    @abstractmethod
     def write_rows(self, rows: Sequence[Row], num_entries: int) -> np.ndarray:
         """Int64 [B, T]: the cache row of each entry, padded on the left to `num_entries`; padding: a spare row."""
+        found = np.full((len(rows), num_entries), self.num_rows - 1, np.int64)
+        for places, row in zip(found, rows, strict=True):
+            if row.num_entries:
+                wanted = np.arange(row.num_cached, row.num_cached + row.num_entries)
+                places[num_entries - row.num_entries :] = self.cache_rows(row.slot, wanted)
+        return found
 
-    @abstractmethod
     def place(self, words: np.ndarray, rows: Sequence[Row], first_slot: int, batch: int, num_entries: int) -> None:
         """Write the int32 words of a captured step on the host (StaticShape.place), all but its selection."""
+        tables, spare = self.tables[first_slot : first_slot + batch], self.num_rows - 1
+        cached, entries = [row.num_cached for row in rows], [row.entries for row in rows]
+        place_rows(words, batch, num_entries, tables, self.page_size, spare, cached, entries)
 
-    @abstractmethod
-    def lie_evenly(self, rows: Sequence[Row]) -> bool:
-        """True if one view holds the keys of these rows, whose slots are neighbours."""
-
-    @abstractmethod
-    def read_pages(self, rows: Sequence[Row], places: Sequence[tuple[int, int]], num_threads: int) -> Any:
-        """A native.PagedAttention of a step's rows, each of whose first entry has a place in the step's [B, T]."""
-
-    @abstractmethod
-    def place_block(self, block: Block, device: torch.device, by_table: bool, num_used: Sequence[int]) -> None:
-        """Let a block know where the keys of its slots lie, of which attention sees the first `num_used` of each.
-
-        `by_table` if attention reads block tables. No row of another sequence is read, not even with weight 0: it may
-        be NaN.
-        """
-
-    @abstractmethod
-    def place_static(self, block: Block, num_used: torch.Tensor | None) -> None:
+    def place_static(self, block: Block, num_used: Tensor | None) -> None:
         """The same on the device alone, for a captured step; without `num_used` [B] by table."""
+        size, device = self.page_size, block.positions.device
+        table = self.device_tables(device)[block.first_slot : block.first_slot + len(block.positions)]
+        if num_used is None:
+            block.table = table[:, : -(-block.num_kv // size)]
+        else:
+            last = num_used.long().clamp(min=1)[:, None] - 1
+            places = torch.arange(block.num_kv, device=device).clamp(max=last)
+            block.kv_rows = (table.gather(1, places // size).long() * size + places % size).reshape(-1)
 
-    @abstractmethod
-    def of_block(self, states: torch.Tensor, block: Block) -> torch.Tensor:
-        """A block's K or V [B, H, KV, D], a view of what `update` returned for packed inputs."""
+    # Between forwards.
 
     @property
-    @abstractmethod
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V in all layers."""
+        sides = [side for pair in self.layer_tensors.values() for side in pair]
+        return sum(side[0].numel() * side.element_size() for side in sides)
 
     @property
-    @abstractmethod
     def num_bytes(self) -> int:
         """Bytes of the whole cache."""
+        return self.bytes_per_token * self.num_rows + self.states.bytes_per_place * self.states.num_places
 
-    @abstractmethod
-    def resized(
-        self, num_slots: int, rows_per_slot: int, num_pages: int | None = None, num_snapshots: int = 0
-    ) -> KVCache:
-        """Another cache for the same layers, its memory allocated; without `num_pages` one with room for all rows.
-
-        `num_snapshots` are places for recurrent states besides those of slots.
-        """
-
-    @abstractmethod
-    def add_fixed(self, layer: int) -> None:
-        """Before its first forward: the rows of `layer` stay where they are when a commit moves entries."""
-
-    @abstractmethod
-    def move(self, rows: np.ndarray) -> None:
-        """Copy the cache rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer but fixed ones; they may overlap."""
-
-    @abstractmethod
     def commit_moves(self, rows: Sequence[Row], moves: np.ndarray) -> None:
         """Move entries of a step's rows, int64 [3, n]: row, entry, and the entry in whose place it belongs."""
+        if not moves.shape[1] or not self._pools:
+            return
+        slots, cached = np.array([(row.slot, row.num_cached) for row in rows], np.int64).T
+        self.move(self.cache_rows(slots[moves[0]], cached[moves[0]] + moves[1:]))
 
     def commit(self, row: Row, entries: Sequence[int]) -> None:
         """Keep `entries` of a step's row (indices, in order) as the sequence's next committed tokens."""
@@ -152,48 +331,52 @@ class KVCache(StatesInCache, Cache, ABC):
         """True for a model with recurrent layers: `states.advance` has to follow each `commit_moves`."""
         return not self.states.is_empty
 
-    @abstractmethod
+    def add_fixed(self, layer: int) -> None:
+        """Before its first forward: the rows of `layer` stay where they are when a commit moves entries."""
+        self._fixed.add(layer)
+
+    def move(self, rows: np.ndarray) -> None:
+        """Copy the cache rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer but fixed ones; they may overlap."""
+        if not rows.shape[1]:
+            return
+        source, target = to_device(rows, self._pools[0].device)
+        for pool in self._moved:
+            pool.index_copy_(1, target, pool.index_select(1, source))
+
     def clear_entries(self, row: Row) -> None:
         """Zero what a step has written for a row: a NaN changes sums even where its weight is 0."""
+        for pool in self._pools:
+            pool[:, to_device(self.write_rows([row], row.num_entries)[0], pool.device)] = 0
 
-    @abstractmethod
     def copy_page(self, source: int, target: int, num_rows: int) -> None:
         """Copy the first `num_rows` rows of a page to another one."""
+        first, last = source * self.page_size, target * self.page_size
+        for pool in self._pools:
+            pool[:, last : last + num_rows] = pool[:, first : first + num_rows]
 
-    @abstractmethod
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages."""
+        for page in pages:
+            for pool in self._pools:
+                pool[:, page * self.page_size : (page + 1) * self.page_size].zero_()
 
-    @abstractmethod
     def clear_all(self) -> None:
         """Zero all pages that a slot has had."""
+        for pool in self._pools:
+            pool[:, : self._num_begun * self.page_size].zero_()
 
-    @abstractmethod
+    @cached_property
+    def _host_pages(self) -> HostPages:
+        return HostPages(self._pools, self.page_size)
+
     def swap_out(self, page: int, host_page: int) -> None:
         """Copy a page to a page of host memory."""
+        self._host_pages.store(page, host_page)
 
-    @abstractmethod
     def swap_in(self, host_page: int, page: int) -> None:
         """Copy a page of host memory to a page."""
+        self._host_pages.load(host_page, page)
 
-    @abstractmethod
     def swap_ms(self) -> float:
         """Measured milliseconds of both."""
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Free bytes of `device`, or None where they are unknown (a CPU without /proc).
-
-    What torch holds between tensors that live is not among them: no large tensor fits there.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    meminfo = Path("/proc/meminfo")
-    if device.type != "cpu" or not meminfo.exists():
-        return None
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+        return swap_ms(self._pools, self.page_size)

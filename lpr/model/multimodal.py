@@ -110,7 +110,6 @@ class DroppedTowers(Rewrite):
             yield from towers(model, "")
 
     def apply(self, module: nn.Module, found: str) -> None:
-        """As Rewrite.apply."""
         setattr(module, found, Absent(found))
 
 

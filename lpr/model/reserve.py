@@ -6,7 +6,10 @@ What is there before the K/V cache is sized, and what steps need beside it. Mark
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from lpr.model.graph_inputs import NODE_BUCKETS, bucket_of, node_buckets
 from lpr.model.graphs import MOST_COMMON, PENDING
@@ -143,3 +146,21 @@ def sizes_of(model: Any) -> RankSizes:
         weights=sum(each.numel() * each.element_size() for each in held),
         largest=max((each.numel() * each.element_size() for each in layers), default=0),
     )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free bytes of `device`, or None where they are unknown (a CPU without /proc).
+
+    What torch holds between tensors that live is not among them: no large tensor fits there.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    meminfo = Path("/proc/meminfo")
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None

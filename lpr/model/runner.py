@@ -21,9 +21,9 @@ from lpr.model.graphs import MOST_COMMON, GraphForward
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.heads.head import DraftHead
 from lpr.model.input_builder import round_up
-from lpr.model.kv_cache import KVCache, free_bytes
+from lpr.model.kv_cache import KVCache
 from lpr.model.loader import lack_of_memory
-from lpr.model.reserve import MemoryNeeds, Steps, memory_needs, sizes_of
+from lpr.model.reserve import MemoryNeeds, Steps, free_bytes, memory_needs, sizes_of
 from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.sampling.choice import has_kernels
 from lpr.model.sampling.sampler import Sampler

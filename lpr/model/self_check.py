@@ -25,7 +25,6 @@ from lpr.model.exact import BLOCK
 from lpr.model.families import refusal
 from lpr.model.graph_inputs import static_shape
 from lpr.model.kv_cache import KVCache
-from lpr.model.paged_cache import PagedCache
 from lpr.model.recurrent.gain import scaled
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import gpu_likeliest, gpu_pick
@@ -104,11 +103,11 @@ def _name(adapter: Adapter) -> str:
     return getattr(adapter.config, "model_type", type(adapter.model).__name__)
 
 
-def _check(adapter: Adapter) -> PagedCache:
+def _check(adapter: Adapter) -> KVCache:
     prompt_length = 200 if adapter.reads_bits else 24  # kernels work on blocks of keys: their check takes several
     name = _name(adapter)
     tolerance = _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE)
-    cache = PagedCache(1, prompt_length + 32)
+    cache = KVCache(1, prompt_length + 32)
     if adapter.exact and (why := adapter.why_not_exact()) is not None:
         raise InputError(f"model type {name!r} cannot be exact: {why}")
     if adapter.exact and (differing := _inexact_step(adapter)) is not None:
@@ -129,7 +128,7 @@ def _check(adapter: Adapter) -> PagedCache:
     return cache
 
 
-def _error(adapter: Adapter, cache: PagedCache, prompt_length: int, tolerance: float) -> float:
+def _error(adapter: Adapter, cache: KVCache, prompt_length: int, tolerance: float) -> float:
     """The largest difference of a tree's or a batch's logits, over their range; decides `reads_tables` and `packed`."""
     if adapter.reads_bits:
         adapter.reads_tables = _passes_keys_on(adapter)
@@ -138,7 +137,7 @@ def _error(adapter: Adapter, cache: PagedCache, prompt_length: int, tolerance: f
         error = _tree_error(adapter, cache, prompt_length)
     if error <= tolerance and cache.has_states:
         with scaled(adapter.model, _gain(adapter, tolerance)):
-            error = _tree_error(adapter, PagedCache(1, prompt_length + 32), prompt_length)
+            error = _tree_error(adapter, KVCache(1, prompt_length + 32), prompt_length)
     if error <= tolerance:
         alone = _batch_logits(adapter, together=False)
         adapter.packed = adapter.packed and _packs(adapter, alone, tolerance)
@@ -154,7 +153,7 @@ def _gain(adapter: Adapter, tolerance: float) -> float:
     for gain in _GAINS:
         differences = []
         with scaled(adapter.model, gain):
-            cache = PagedCache(2, 48)
+            cache = KVCache(2, 48)
             adapter.logits([prompt], cache)
             cache.commit(prompt, range(24))
             cache.states.copy(0, 1)
@@ -172,7 +171,7 @@ def _gain(adapter: Adapter, tolerance: float) -> float:
 def _passes_keys_on(adapter: Adapter) -> bool:
     """True if the model hands the cache's keys to attention as they are."""
     try:
-        adapter.logits([Row.chain(0, 0, [0], 1)], PagedCache(1, 32))
+        adapter.logits([Row.chain(0, 0, [0], 1)], KVCache(1, 32))
     except ComputedKeysError:
         return False
     return True
@@ -183,12 +182,12 @@ def _inexact_step(adapter: Adapter) -> str | None:
     branch, depth = BLOCK - 3, 6  # the text ends behind a block of exact attention, and the tree branches before it
     text = _random_tokens(adapter, branch + depth, torch.Generator().manual_seed(2))
 
-    def forward(cache: PagedCache, start: int, end: int) -> torch.Tensor:
+    def forward(cache: KVCache, start: int, end: int) -> torch.Tensor:
         return adapter.logits([Row.chain(0, start, text[start:end], min(depth, end - start))], cache)
 
-    cache = PagedCache(1, 2 * BLOCK)
+    cache = KVCache(1, 2 * BLOCK)
     whole = forward(cache, 0, branch + depth)
-    cache = PagedCache(1, 2 * BLOCK)
+    cache = KVCache(1, 2 * BLOCK)
     forward(cache, 0, branch)
     single = torch.cat([forward(cache, at, at + 1) for at in range(branch, branch + depth)])
     if not torch.equal(whole, single):
@@ -203,7 +202,7 @@ def _inexact_step(adapter: Adapter) -> str | None:
     tree = adapter.logits([row], cache)
     if not torch.equal(tree[1::2], single):
         return "in a tree"
-    cache = PagedCache(2, 2 * BLOCK)
+    cache = KVCache(2, 2 * BLOCK)
     forward(cache, 0, branch)
     other = Row.chain(1, 0, text[:9], 1)
     batch = adapter.logits([row, other], cache)
@@ -221,7 +220,7 @@ def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> tor
     """Logits [n, V] of three prompts, then of trees below them: `together`, or each with a cache of its own."""
     shapes = [(9, _PARENTS), (24, _PARENTS[:3]), (17, _PARENTS[:5])]
     generator = torch.Generator().manual_seed(1)
-    caches = [PagedCache(len(shapes), 48)] * len(shapes) if together else [PagedCache(1, 48) for _ in shapes]
+    caches = [KVCache(len(shapes), 48)] * len(shapes) if together else [KVCache(1, 48) for _ in shapes]
     steps: tuple[list[Row], list[Row]] = ([], [])
     for index, (length, parents) in enumerate(shapes):
         slot = index if together else 0
@@ -250,7 +249,7 @@ def _probable_cause(model: PreTrainedModel) -> str:
     return "it keeps state or counts cache rows"
 
 
-def _tree_error(adapter: Adapter, cache: PagedCache, prompt_length: int) -> float:
+def _tree_error(adapter: Adapter, cache: KVCache, prompt_length: int) -> float:
     generator = torch.Generator().manual_seed(0)
 
     text = _random_tokens(adapter, prompt_length, generator)

@@ -24,8 +24,8 @@ from transformers.utils import logging as transformers_logging
 from lpr.config import DecodeConfig, InputError
 from lpr.model.adapter import Adapter
 from lpr.model.families import refusal
+from lpr.model.kv_cache import KVCache
 from lpr.model.multimodal import empty_decoder
-from lpr.model.paged_cache import PagedCache
 from lpr.model.parallel import splits_heads, splits_layers
 from lpr.model.rewrite.sharded_layers import generic_name
 from lpr.model.step_inputs import Row
@@ -195,7 +195,7 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         with torch.device("meta"):
             model = empty_decoder(config).eval()
         reason = refusal(model)
-        cache = _filled_cache(model) if reason is None else PagedCache(1, 1)
+        cache = _filled_cache(model) if reason is None else KVCache(1, 1)
     except Exception as failure:  # model code raises what it likes; all mean that this config makes no usable model
         raise InputError(f"{name}: the config makes no causal LM: {reason_of(failure)}") from failure
     if reason is not None:
@@ -273,12 +273,12 @@ def _collectives(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Collecti
     return tuple(Collective(kind, width, count, per_result) for (kind, width, per_result), count in found.items())
 
 
-def _filled_cache(model: PreTrainedModel) -> PagedCache:
+def _filled_cache(model: PreTrainedModel) -> KVCache:
     """lpr's cache of one token. It keeps every token of every layer, also where attention slides."""
     for name, module in model.named_modules():
         if name.endswith(".experts"):  # routing depends on values, which meta tensors have not
             module.forward = lambda hidden, *args, **kwargs: hidden
-    cache = PagedCache(1, 1)
+    cache = KVCache(1, 1)
     Adapter(model, attention="sdpa").logits([Row.chain(0, 0, [0], 1)], cache)
     return cache
 

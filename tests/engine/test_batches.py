@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.input_builder import Block, Row, StepInputs, build_inputs
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.choice import choose
 from lpr.model.sampling.selection import Selection
@@ -143,7 +143,7 @@ def test_packed_logits_equal_padded_ones(family: str) -> None:
     ]
     logits = []
     for packed in (True, False):
-        cache = PagedCache(3, 64)
+        cache = KVCache(3, 64)
         inputs = [build_inputs(rows, cache, runner.device, packed=packed) for rows in (first, second)]
         assert [each.packed for each in inputs] == [packed, packed]
         logits.append(torch.cat([runner.adapter.forward(each, cache) for each in inputs]))
@@ -157,7 +157,7 @@ def test_packed_rows_need_no_neighbouring_slots(llama: PreTrainedModel) -> None:
     rows = [
         Row(slot, 0, text, list(range(-1, len(text) - 1)), list(range(len(text))), 1) for slot, text in texts.items()
     ]
-    cache = PagedCache(5, 16)
+    cache = KVCache(5, 16)
     logits = runner.adapter.logits(rows, cache, packed=True)
     for found, text in zip(logits, texts.values(), strict=True):
         with torch.no_grad():
@@ -169,7 +169,7 @@ def test_packed_rows_need_no_neighbouring_slots(llama: PreTrainedModel) -> None:
 
 def test_rows_of_equal_shape_are_one_block_in_either_form() -> None:
     rows = [Row(slot, 4, [1, 2], [-1, 0], [4, 5], 1) for slot in (1, 2)]
-    cache = PagedCache(3, 16)
+    cache = KVCache(3, 16)
     inputs = build_inputs(rows, cache, torch.device("cpu"), packed=True)
     assert not inputs.packed and inputs.tokens.shape == (2, 2)
     assert build_inputs(rows[::-1], cache, torch.device("cpu"), packed=True).packed
@@ -178,7 +178,7 @@ def test_rows_of_equal_shape_are_one_block_in_either_form() -> None:
 @pytest.mark.parametrize(("pages", "first"), [([2, 3, 4], 10), ([2, 0, 4], None)])
 def test_rows_are_written_as_a_run_only_where_all_are_neighbours(pages: list[int], first: int | None) -> None:
     """The first and the last of them may lie as far apart as in a run, with another sequence's page in between."""
-    cache = PagedCache(1, 16, 6, 4)
+    cache = KVCache(1, 16, 6, 4)
     cache.assign(0, pages)
     row = Row(0, 2, list(range(8)), list(range(-1, 7)), list(range(2, 10)), 1)
     assert build_inputs([row], cache, torch.device("cpu")).blocks[0].first_row == first
@@ -206,15 +206,15 @@ def test_models_that_cannot_be_packed_are_padded(family: str, sizes: dict[str, i
 
 
 def sees_a_row_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
-    of_block = PagedCache.of_block
+    of_block = KVCache.of_block
 
-    def mutant(self: PagedCache, flat: torch.Tensor, block: Block) -> torch.Tensor:
+    def mutant(self: KVCache, flat: torch.Tensor, block: Block) -> torch.Tensor:
         seen = of_block(self, flat, block).clone()
         if block.first_slot:
             seen[0, :, 0] = flat[0, :, (block.first_slot - 1) * self.rows_per_slot]
         return seen
 
-    patch.setattr(PagedCache, "of_block", mutant)
+    patch.setattr(KVCache, "of_block", mutant)
 
 
 def sees_an_entry_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.window import JacobiWindow
 from lpr.engine.exchange import Exchange
 from lpr.model.input_builder import Row
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.native import StepDraft
 from tests.core.test_window import check_on_known_text
 from tests.fakes.altered_gather import change_received
@@ -116,12 +116,12 @@ def visible_sibling(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_compaction_row(patch: pytest.MonkeyPatch) -> None:
-    move = PagedCache.move
-    patch.setattr(PagedCache, "move", lambda self, rows: move(self, rows + np.array([[1], [0]])))
+    move = KVCache.move
+    patch.setattr(KVCache, "move", lambda self, rows: move(self, rows + np.array([[1], [0]])))
 
 
 def no_compaction(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PagedCache, "move", lambda self, rows: None)
+    patch.setattr(KVCache, "move", lambda self, rows: None)
 
 
 def accepts_an_unchosen_child(patch: pytest.MonkeyPatch) -> None:

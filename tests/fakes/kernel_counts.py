@@ -28,7 +28,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from lpr.model.graph_inputs import StaticShape
 from lpr.model.kernels.attention_kernel import choose_tiles
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.rewrite.sharded_layers import generic_name, make_plain, vocabulary_head
 from lpr.model.runner import SharedWeights, TreeModel
 from tests.fakes.rewriting import merge_projections
@@ -159,7 +159,7 @@ def fake_runner(model: PreTrainedModel, config: Any, tp: int = 1) -> TreeModel:
     runner = TreeModel(model, attention="triton", graphs=False, shared=SharedWeights(part=vocabulary_head(model)))
     heads = _heads(config)[1] // tp
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    like = PagedCache(1, 2)
+    like = KVCache(1, 2)
     for layer in range(config.num_hidden_layers):
         like.layer_tensors[layer] = (torch.empty(2, heads, dim, dtype=model.dtype, device=GPU),) * 2
     runner.cache = like.resized(1, ROWS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import specification
 from lpr.model.sampling.choice import gpu_likeliest, gpu_pick
@@ -22,9 +22,9 @@ from tests.fakes import attention_reference
 from tests.fakes.pretend_device import OnGpu, PretendError, current_gpu, held
 
 
-def without_a_check(runner: TreeModel) -> PagedCache:
+def without_a_check(runner: TreeModel) -> KVCache:
     """Stands for the self-check where it has its own tests: the interpreter takes several seconds for it."""
-    cache = PagedCache(1, 16)
+    cache = KVCache(1, 16)
     runner.adapter.logits([Row.chain(0, 0, [1, 2], 1)], cache)
     gpu_pick(runner.adapter.device)
     gpu_likeliest(runner.adapter.device)

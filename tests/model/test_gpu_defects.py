@@ -28,7 +28,7 @@ from lpr.model.graph_inputs import WIDE_KV, StaticShape, static_shape
 from lpr.model.graphs import MAX_GRAPHS, MOST_COMMON, GraphForward
 from lpr.model.input_builder import Row, build_inputs
 from lpr.model.kernels import attention_kernel
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
@@ -42,7 +42,7 @@ __all__ = ["gpu", "guard"]
 
 def test_the_mask_travels_pinned(gpu: PretendGpu) -> None:
     rows = [Row(0, 5, [1] * 4, [-1, 0, 0, 2], [5, 6, 6, 7], 2), Row(1, 0, [1] * 3, [-1, 0, 1], [0, 1, 2], 1)]
-    build_inputs(rows, PagedCache(2, 128), torch.device("cuda", 0), 8, 16, tree_bits=True)
+    build_inputs(rows, KVCache(2, 128), torch.device("cuda", 0), 8, 16, tree_bits=True)
     assert gpu.count("pinned") >= 3 and gpu.count("pageable") == gpu.count("wait") == 0
 
 
@@ -139,7 +139,7 @@ def test_a_start_captures_no_more_graphs_than_are_kept(most: int, fits: bool, mo
     runner.capturer = FakeCapturer()
     runner.adapter.reads_tables = True
     in_parts: Any = SimpleNamespace(install=lambda wanted: None)
-    parts = runner.adapter, Sampler(in_parts), PagedCache(128, 1 << 17, 64)
+    parts = runner.adapter, Sampler(in_parts), KVCache(128, 1 << 17, 64)
     graphs = GraphForward(*parts, capturer=runner.capturer, model=runner.adapter)
     graphs.limit(512)
     shapes = graphs.common_shapes(8)

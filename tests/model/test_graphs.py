@@ -16,7 +16,7 @@ from lpr.model.graph_capture import Capturer, NoWaiting, Program, uncapturable
 from lpr.model.graph_inputs import KV_BUCKETS, NODE_BUCKETS, StaticShape, static_shape
 from lpr.model.graphs import GraphForward
 from lpr.model.input_builder import Row, build_inputs
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from tests.fakes.fake_graphs import FakeCapturer
@@ -72,16 +72,16 @@ def test_no_two_entries_of_a_captured_step_are_written_to_one_row(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for padding: a GPU writes them in any order, and the check of the cached length finds other logits."""
-    update, written = PagedCache.update, []
+    update, written = KVCache.update, []
 
-    def watched(cache: PagedCache, *parts: Any, **others: Any) -> Any:
+    def watched(cache: KVCache, *parts: Any, **others: Any) -> Any:
         step = lpr.model.step_inputs.current_step()
         assert step is not None
         written.append([row for row in step.write_rows.tolist() if row < cache.num_rows - 1])
         return update(cache, *parts, **others)
 
     engine = Engine.from_model(model, decode=DECODE)
-    monkeypatch.setattr(PagedCache, "update", watched)
+    monkeypatch.setattr(KVCache, "update", watched)
     captured(engine)
     assert max(map(len, written)) > 16
     assert all(len(rows) == len(set(rows)) for rows in written)
@@ -137,7 +137,7 @@ def test_static_inputs_say_what_direct_inputs_say() -> None:
     shape = static_shape(rows, selection, 2, num_slots=8, rows_per_slot=640, max_entries=128)
     assert shape is not None and (shape.batch, shape.num_entries, shape.num_kv, shape.num_keys) == (4, 96, 512, 64)
     words = torch.empty(shape.num_words, dtype=torch.int32)
-    cache = PagedCache(8, 640)
+    cache = KVCache(8, 640)
     shape.place(words.numpy(), rows, selection, cache)
     inputs, chosen_by = shape.read(words, cache)
     direct = build_inputs(rows, cache, torch.device("cpu"), node_bucket=96, kv_bucket=512)
@@ -414,13 +414,13 @@ def test_a_step_waits_for_the_device_once(num_ranks: int, graphs: bool, monkeypa
     engine = Engine.from_model(tiny_model(), decode=decode, comm=comm, attention="sdpa", swap_space=0)
     to_meta(engine)
     moved = []
-    move = PagedCache.move
+    move = KVCache.move
 
-    def counted(self: PagedCache, rows: np.ndarray) -> None:
+    def counted(self: KVCache, rows: np.ndarray) -> None:
         moved.extend(rows[0])
         move(self, rows)
 
-    monkeypatch.setattr(PagedCache, "move", counted)
+    monkeypatch.setattr(KVCache, "move", counted)
     monkeypatch.setattr(GraphForward, "_check_length", lambda *args: None)  # reads logits, once at the first capture
     capturer = captured(engine, decode) if graphs else None
     engine.configure(decode)

@@ -14,7 +14,7 @@ from lpr.dist.group import Download
 from lpr.engine.exchange import worst_of_replica
 from lpr.model import graph_capture
 from lpr.model.graph_capture import CudaCapturer
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row
@@ -220,7 +220,7 @@ class Replica:
         self.group: Any = nccl_of(job)("tp", comm.tp_rank, comm.tp_size)
         worst = (lambda outcome: worst_of_replica(comm, outcome)) if agrees else lambda outcome: outcome
         self.runner = TreeModel(model, attention="sdpa", shared=SharedWeights(worst=worst))
-        like = PagedCache(1, 32)
+        like = KVCache(1, 32)
         self.runner.adapter.logits([Row.chain(0, 0, [1, 2], 1)], like)
         self.runner.allocate(1, 256, 64, like)
         comm.begin_gather_replica(torch.zeros(1, dtype=torch.int32))()

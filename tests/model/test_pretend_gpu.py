@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import lpr.model.paged_cache
+import lpr.model.kv_cache
 import lpr.model.sampling.sampler
 import lpr.model.sampling.specification
 from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
@@ -21,7 +21,7 @@ from lpr.model import loader
 from lpr.model.fused import decoder_layer
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import CudaCapturer
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.rewrite.merged_linear import PackedLinear
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
@@ -344,11 +344,11 @@ def selection_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def move_by_host_indices(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: PagedCache, sources: list[int], targets: list[int]) -> None:
+    def mutant(self: KVCache, sources: list[int], targets: list[int]) -> None:
         for pool in self._pools if sources else ():
             pool.index_copy_(1, torch.tensor(targets), pool.index_select(1, torch.tensor(sources)))
 
-    patch.setattr(PagedCache, "move", mutant)
+    patch.setattr(KVCache, "move", mutant)
 
 
 def mask_on_the_host(patch: pytest.MonkeyPatch) -> None:
@@ -381,7 +381,7 @@ def a_constant_of_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def pageable_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lpr.model.paged_cache, "to_device", lambda array, device: torch.from_numpy(array).to(device))
+    patch.setattr(lpr.model.kv_cache, "to_device", lambda array, device: torch.from_numpy(array).to(device))
 
 
 def results_in_new_memory(patch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,8 @@ from lpr.engine.kv_pool import usable_tokens
 from lpr.model import loader
 from lpr.model.graph_inputs import StaticShape
 from lpr.model.graphs import GraphForward
-from lpr.model.kv_cache import free_bytes
-from lpr.model.paged_cache import PagedCache
-from lpr.model.reserve import CONTEXT, Steps, memory_needs, sizes_of
+from lpr.model.kv_cache import KVCache
+from lpr.model.reserve import CONTEXT, Steps, free_bytes, memory_needs, sizes_of
 from lpr.model.rewrite.merged_linear import PackedLinear, has_room_to_pack
 from lpr.model.rewrite.merged_loading import laid_side_by_side
 from lpr.model.runner import TreeModel
@@ -175,7 +174,7 @@ def test_what_does_not_fit_is_one_line_with_the_numbers(
         loader.load(str(tmp_path), device="cuda:0")
     runner = TreeModel(to_gpu(tiny_model()))
     like = self_check(runner)
-    monkeypatch.setattr(PagedCache, "resized", full)
+    monkeypatch.setattr(KVCache, "resized", full)
     with pytest.raises(InputError, match="GiB of K/V do not fit on cuda:0"):
         runner.allocate(4, 4096, 8, like)
     monkeypatch.setattr(prepare, "self_check", full)

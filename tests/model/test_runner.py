@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from lpr.config import InputError, SamplingParams
 from lpr.core.wire import result_words
 from lpr.model.input_builder import Row, build_inputs
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
@@ -33,7 +33,7 @@ FAMILIES = {
 def test_families_that_run_a_tree(family: str) -> None:
     runner = TreeModel(tiny_model(family, **FAMILIES[family]))
     cache = self_check(runner)
-    assert isinstance(cache, PagedCache)
+    assert isinstance(cache, KVCache)
 
 
 def test_silently_wrong_models_are_refused() -> None:
@@ -77,7 +77,7 @@ def paths(parents: list[int]) -> list[list[int]]:
 def test_ragged_trees_equal_sequential_evaluation(llama: PreTrainedModel, rows, buckets, packed: bool) -> None:
     """Prompts in a ragged batch, then trees, a commit of one path each, and one more token after it."""
     runner = TreeModel(llama)
-    cache = PagedCache(len(rows), 64)
+    cache = KVCache(len(rows), 64)
 
     def forward(batch: list[Row]) -> torch.Tensor:
         return runner.adapter.logits(batch, cache, *buckets, packed=packed)
@@ -108,7 +108,7 @@ def test_ragged_trees_equal_sequential_evaluation(llama: PreTrainedModel, rows, 
 
 def test_pages_in_any_order_hold_a_sequence(llama: PreTrainedModel) -> None:
     runner = TreeModel(llama)
-    cache = PagedCache(2, 32, num_pages=9, page_size=4)
+    cache = KVCache(2, 32, num_pages=9, page_size=4)
     text = [4, 8, 15, 16, 23, 42]
     cache.assign(1, [7, 2])
     runner.adapter.logits([Row.chain(1, 0, text, 1)], cache)
@@ -156,7 +156,7 @@ def prompt_logits(runner: TreeModel, prompts: list[list[int]]) -> torch.Tensor:
         Row(slot, 0, tokens, list(range(-1, len(tokens) - 1)), list(range(len(tokens))), 1)
         for slot, tokens in enumerate(prompts)
     ]
-    return runner.adapter.logits(rows, PagedCache(len(rows), 64), packed=True)
+    return runner.adapter.logits(rows, KVCache(len(rows), 64), packed=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2", "gpt2"])
@@ -165,7 +165,7 @@ def test_prompts_need_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     model = tiny_model(family, **FAMILIES[family])
     runner = TreeModel(model)
     prompts = [[5, 17, 9, 4, 80, 3, 3, 41, 7, 12, 60, 2], [8, 8, 1]]
-    blocks = [build_inputs([row], PagedCache(1, 64), torch.device("cpu")).blocks[0] for row in pieces()]
+    blocks = [build_inputs([row], KVCache(1, 64), torch.device("cpu")).blocks[0] for row in pieces()]
     assert [block.is_causal for block in blocks] == [True, False, False]
     found = prompt_logits(runner, prompts)
     for prompt, mine in zip(prompts, found, strict=True):

@@ -22,8 +22,8 @@ from lpr.model import parallel
 from lpr.model.graph_capture import Capturer, Program
 from lpr.model.input_builder import Row
 from lpr.model.kernels import attention_kernel
+from lpr.model.kv_cache import KVCache
 from lpr.model.loader import load
-from lpr.model.paged_cache import PagedCache
 from lpr.model.parallel import TensorParallel
 from lpr.model.rewrite.compiled_model import refusal
 from lpr.model.rewrite.merged_linear import PackedLinear
@@ -147,7 +147,7 @@ def quick_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def runner_of(
     family: str = "llama", replica: TensorParallel | None = None, folder: Any = None, **sizes: Any
-) -> tuple[TreeModel, PagedCache]:
+) -> tuple[TreeModel, KVCache]:
     """A model, or a rank's part of it read from `folder`, with the kernel's attention; its cache has seen a forward."""
     model = tiny_model(family, **{**FAMILIES.get(family, {}), **sizes})
     if replica is not None:
@@ -155,7 +155,7 @@ def runner_of(
         model = load(str(folder), tp=replica).model
     assert merge_projections(model) == 2 * model.config.num_hidden_layers
     part = vocabulary_head(model)
-    runner, cache = TreeModel(model, attention="triton", shared=SharedWeights(part=part)), PagedCache(1, 32)
+    runner, cache = TreeModel(model, attention="triton", shared=SharedWeights(part=part)), KVCache(1, 32)
     runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], cache)
     torch._dynamo.reset()
     return runner, cache

@@ -22,7 +22,7 @@ from lpr.cli.plan import Args, main, make_plan, show
 from lpr.config import DecodeConfig, InputError
 from lpr.engine.exchange import Exchange
 from lpr.engine.kv_pool import PoolNeeds
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent.scans import decayed_attention, delta_rule
 from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
@@ -122,7 +122,7 @@ def test_kv_bytes_are_those_of_the_cache(model_type: str) -> None:
     decode = DecodeConfig(window_size=3, guess_set_size=3, trie_nodes=8, max_batch_size=2, branch_length=8)
     runner.allocate(2, 64, decode.resolved().num_nodes, self_check(runner))
     cache = runner.cache
-    assert isinstance(cache, PagedCache)
+    assert isinstance(cache, KVCache)
     held = cache.num_bytes
     facts = facts_of(model.config, model_type)
     assert kv_rows(decode, 1, 64) == cache.rows_per_slot

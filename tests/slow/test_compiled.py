@@ -21,7 +21,7 @@ from tests.model.test_compiled import (
 from torch import nn
 
 from lpr.model.input_builder import Row
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.parallel import TensorParallel
 from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.runner import SharedWeights, TreeModel
@@ -115,7 +115,7 @@ def test_collectives_are_operators_of_the_one_graph(replica: TensorParallel, tmp
 def test_what_one_rank_cannot_compile_none_does(caplog: pytest.LogCaptureFixture) -> None:
     """Compiled and direct steps round otherwise, and the ranks of a replica hold the same hidden states."""
     model = tiny_model()
-    runner, like = TreeModel(model, attention="triton", shared=SharedWeights(worst=lambda found: 1)), PagedCache(1, 32)
+    runner, like = TreeModel(model, attention="triton", shared=SharedWeights(worst=lambda found: 1)), KVCache(1, 32)
     runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], like)
     torch._dynamo.reset()
     runner.compile(backend="eager")
@@ -136,7 +136,7 @@ def test_another_engines_compiled_model_is_called_directly() -> None:
     torch._dynamo.reset()
     first.compile(backend)  # type: ignore[arg-type]
     for runner, expected in ((second, 0), (first, 1)):
-        cache = PagedCache(1, 32)
+        cache = KVCache(1, 32)
         for each in filter(None, (runner.adapter, runner.compiled)):
             each.forward(runner.adapter.inputs([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], cache), cache)
         assert min(num_compiled, 1) == expected

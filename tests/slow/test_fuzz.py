@@ -390,7 +390,7 @@ def test_answers_are_those_of_plain_decoding(mode: Mode) -> None:
 
 def test_mutant_rows_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzz finds K/V that is not moved into its place."""
-    monkeypatch.setattr("lpr.model.paged_cache.PagedCache.commit_moves", lambda cache, rows, moves: None)
+    monkeypatch.setattr("lpr.model.kv_cache.KVCache.commit_moves", lambda cache, rows, moves: None)
     assert run(Mode(), seed=1, goes_on=steps(60))[1]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
 from typing import Any
@@ -26,133 +27,79 @@ class Reads(Enum):
     PAGES = "trees and block tables as they are"
 
 
-class Backend(ABC):
+@dataclass(frozen=True)
+class Backend:
     """A way to attend."""
 
     choice: str
     """The value of `attention`."""
-    reads = Reads.MASKS
+    supports: Callable[[PreTrainedModel], str | None]
+    """The reason why it cannot attend for a model on its device; None if it can."""
+    plain: str
+    """The name of the implementation in the registries of transformers."""
+    exact: str
+    """The same in exact mode."""
+    reads: Reads = Reads.MASKS
     preferred_on: str | None = None
     """The type of device on which "auto" takes it; None: on any."""
 
-    @abstractmethod
     def name(self, exact: bool) -> str:
-        """The name of the implementation in the registries of transformers."""
-
-    @abstractmethod
-    def supports(self, model: PreTrainedModel) -> str | None:
-        """The reason why it cannot attend for `model` on its device; None if it can."""
+        """The name of the implementation for a mode."""
+        return self.exact if exact else self.plain
 
     def set(self, model: PreTrainedModel, exact: bool) -> None:
         """Let `model` attend by it."""
-        set_attention(model, self.name(exact))
-
-
-def _own_code(model: PreTrainedModel, choice: str) -> str | None:
-    if model._can_set_attn_implementation():
-        return None
-    owner = f"model type {model.config.get_text_config(decoder=True).model_type!r} has its own attention code"
-    return f"{owner}, which attention={choice!r} does not reach; use attention='sdpa'"
-
-
-def _selects(model: PreTrainedModel, choice: str) -> str | None:
-    is_sparse = selects(model.config.get_text_config(decoder=True))
-    return f"attention={choice!r} knows no sparse attention; use attention='sdpa'" if is_sparse else None
-
-
-class Triton(Backend):
-    """Triton kernels on a GPU."""
-
-    choice, reads, preferred_on = "triton", Reads.BITS, "cuda"
-
-    def name(self, exact: bool) -> str:
-        """As Backend.name."""
-        return TRITON_EXACT if exact else TRITON
-
-    def supports(self, model: PreTrainedModel) -> str | None:
-        """As Backend.supports."""
-        if (why := _own_code(model, self.choice)) is not None:
-            return why
-        if not find_spec("triton"):
-            return "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
-        if has_convolved_projections(model):
-            owner = f"the recurrent layers of model type {model.config.get_text_config(decoder=True).model_type!r}"
-            return f"attention='triton' has no kernel for {owner}; use attention='sdpa'"
-        return _selects(model, self.choice)
-
-    def set(self, model: PreTrainedModel, exact: bool) -> None:
-        """As Backend.set."""
-        load_kernel(self.name(exact))
-        super().set(model, exact)
-
-
-class Native(Backend):
-    """C++ on a CPU."""
-
-    choice, reads, preferred_on = "native", Reads.PAGES, "cpu"
-
-    def name(self, exact: bool) -> str:
-        """As Backend.name."""
-        return NATIVE_EXACT if exact else NATIVE
-
-    def supports(self, model: PreTrainedModel) -> str | None:
-        """As Backend.supports."""
-        if (why := _own_code(model, self.choice)) is not None:
-            return why
-        why = why_not_native(model.dtype) if model.device.type == "cpu" else "it runs on a CPU"
-        if why is not None:
-            return f"attention='native' cannot be used: {why}; use attention='auto'"
-        return _selects(model, self.choice)
-
-
-class OwnCode(Backend):
-    """The model's own attention code, with a mask from the registry."""
-
-    choice = "sdpa"
-
-    def name(self, exact: bool) -> str:
-        """As Backend.name."""
-        return TREE_MASK_ONLY
-
-    def supports(self, model: PreTrainedModel) -> str | None:
-        """As Backend.supports."""
-        return "transformers dispatches its attention" if model._can_set_attn_implementation() else None
-
-    def set(self, model: PreTrainedModel, exact: bool) -> None:
-        """As Backend.set."""
+        if self.reads is Reads.BITS:
+            load_kernel(self.name(exact))
+        if self.plain != TREE_MASK_ONLY:
+            set_attention(model, self.name(exact))
+            return
         for config in attention_configs(model):
-            config._attn_implementation_internal = TREE_MASK_ONLY
+            config._attn_implementation_internal = self.plain
 
 
-class Sparse(Backend):
-    """PyTorch's attention over selected tokens."""
-
-    choice = "sdpa"
-
-    def name(self, exact: bool) -> str:
-        """As Backend.name."""
-        return SPARSE_ATTENTION
-
-    def supports(self, model: PreTrainedModel) -> str | None:
-        """As Backend.supports."""
-        return None if selects(model.config.get_text_config(decoder=True)) else "no layer of it selects tokens"
+def _is_reached(model: PreTrainedModel, choice: str) -> str | None:
+    text = model.config.get_text_config(decoder=True)
+    if not model._can_set_attn_implementation():
+        owner = f"model type {text.model_type!r} has its own attention code"
+        return f"{owner}, which attention={choice!r} does not reach; use attention='sdpa'"
+    return f"attention={choice!r} knows no sparse attention; use attention='sdpa'" if selects(text) else None
 
 
-class Dense(Backend):
-    """PyTorch's attention; in exact mode each entry by itself (lpr.model.attention.in_order)."""
-
-    choice = "sdpa"
-
-    def name(self, exact: bool) -> str:
-        """As Backend.name."""
-        return TREE_ATTENTION
-
-    def supports(self, model: PreTrainedModel) -> None:
-        """As Backend.supports: always."""
+def _triton(model: PreTrainedModel) -> str | None:
+    if (why := _is_reached(model, "triton")) is not None:
+        return why
+    if not find_spec("triton"):
+        return "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
+    if has_convolved_projections(model):
+        owner = f"the recurrent layers of model type {model.config.get_text_config(decoder=True).model_type!r}"
+        return f"attention='triton' has no kernel for {owner}; use attention='sdpa'"
+    return None
 
 
-BACKENDS: tuple[Backend, ...] = (Triton(), Native(), OwnCode(), Sparse(), Dense())
-"""The first that supports a model attends for it."""
+def _native(model: PreTrainedModel) -> str | None:
+    if (why := _is_reached(model, "native")) is not None:
+        return why
+    why = why_not_native(model.dtype) if model.device.type == "cpu" else "it runs on a CPU"
+    return f"attention='native' cannot be used: {why}; use attention='auto'" if why is not None else None
+
+
+def _own_code(model: PreTrainedModel) -> str | None:
+    return "transformers dispatches its attention" if model._can_set_attn_implementation() else None
+
+
+def _sparse(model: PreTrainedModel) -> str | None:
+    return None if selects(model.config.get_text_config(decoder=True)) else "no layer of it selects tokens"
+
+
+BACKENDS = (
+    Backend("triton", _triton, TRITON, TRITON_EXACT, Reads.BITS, preferred_on="cuda"),
+    Backend("native", _native, NATIVE, NATIVE_EXACT, Reads.PAGES, preferred_on="cpu"),
+    Backend("sdpa", _own_code, TREE_MASK_ONLY, TREE_MASK_ONLY),
+    Backend("sdpa", _sparse, SPARSE_ATTENTION, SPARSE_ATTENTION),
+    Backend("sdpa", lambda model: None, TREE_ATTENTION, TREE_ATTENTION),
+)
+"""The first that supports a model attends for it. Exact mode without a kernel is lpr.model.attention.in_order."""
 ATTENTION = ("auto", "sdpa", "triton", "native")
 """Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, a GPU kernel that reads bits, or C++ that
 reads pages on a CPU."""

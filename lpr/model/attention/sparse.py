@@ -157,7 +157,6 @@ class Indexers(WrappedForward):
     name = "selection by position"
 
     def find(self, module: Any, setting: Setting) -> Callable[..., Tensor] | None:
-        """As EachModule.find."""
         if hasattr(module, "build_block_mask"):
             return select_blocks
         return _in_order if hasattr(module, "index_topk") else None

@@ -71,7 +71,6 @@ class Prepacked(Pack):
         return cls(weight, bias, [len(weight)])
 
     def multiply(self, given: Tensor) -> Tensor:
-        """As Pack.multiply."""
         product: Tensor = self.packed.multiply(given, self.bias)
         return product
 
@@ -111,11 +110,9 @@ class PrepackedProducts(Rewrite):
     name, stage = "prepacked products", Stage.FASTER
 
     def why_not(self, model: nn.Module, setting: Setting) -> str | None:
-        """As Rewrite.why_not."""
         return None if setting.device.type == "cpu" else "it is for a CPU"
 
     def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, list[Any]]]:
-        """As Rewrite.match."""
         for name, module in list(model.named_modules()):
             groups: list[list[Any]] = [[getattr(module, each, None) for each in names] for names in GROUPS]
             for members in [*groups, *([each] for each in module.children())]:
@@ -134,7 +131,6 @@ class PrepackedProducts(Rewrite):
             member.pack, member.place = pack, place
 
     def undo(self, module: nn.Module) -> None:
-        """As Rewrite.undo."""
         members: list[Any] = [each for each in module.children() if isinstance(each, PrepackedLinear)]
         for member in members:
             weight, bias = member.tied(), member._parameters.pop("bias")

@@ -190,23 +190,19 @@ class PinnedProducts(Rewrite):
     name, stage = "products at fixed heights", Stage.EXACT
 
     def why_not(self, model: nn.Module, setting: Setting) -> str | None:
-        """As Rewrite.why_not."""
         return None if setting.exact else "exact mode is off"
 
     def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, int | None]]:
-        """As Rewrite.match."""
         head = getattr(model, "get_output_embeddings", lambda: None)()
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear | Conv1D) and not isinstance(getattr(*_multiplier(module)), partial):
                 yield name, MOST_LOGITS if module is head else None
 
     def apply(self, module: nn.Module, found: int | None) -> None:
-        """As Rewrite.apply."""
         owner, name = _multiplier(module)
         setattr(owner, name, partial(_in_pieces, getattr(owner, name), limit=found))
 
     def undo(self, module: nn.Module) -> None:
-        """As Rewrite.undo."""
         owner, name = _multiplier(module)
         vars(owner).pop(name, None)
 

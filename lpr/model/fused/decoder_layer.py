@@ -168,11 +168,9 @@ class DecoderLayers(Fused):
     name = "decoder layers"
 
     def find(self, module: Any, setting: Setting) -> DecoderLayer | None:
-        """As EachModule.find."""
         return layer_of(module, setting.device.type)
 
     def finish(self, model: nn.Module) -> None:
-        """As Rewrite.finish."""
         join_layers(model)
 
 

@@ -105,7 +105,6 @@ class Fused(NewForward):
     """A forward of few calls, where this machine has them."""
 
     def why_not(self, model: nn.Module, setting: Setting) -> str | None:
-        """As Rewrite.why_not."""
         if is_available(setting.device):
             return None
         return "it needs " + ("lpr's extension" if setting.device.type == "cpu" else "a GPU and the package triton")
@@ -117,7 +116,6 @@ class GatedMlps(Fused):
     name = "gated MLPs"
 
     def find(self, module: Any, setting: Setting) -> GatedMlp | None:
-        """As EachModule.find."""
         return mlp_of(module, setting.device.type)
 
 
@@ -127,5 +125,4 @@ class RmsNorms(Fused):
     name = "RMS norms"
 
     def find(self, module: Any, setting: Setting) -> Norm | None:
-        """As EachModule.find."""
         return norm_of(module, setting.device.type)

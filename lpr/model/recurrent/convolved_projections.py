@@ -22,7 +22,6 @@ class ConvolvedProjections(WrappedForward):
     name = "convolutions over trees"
 
     def find(self, module: Any, setting: Setting) -> Callable[..., Any] | None:
-        """As EachModule.find."""
         is_cca = all(hasattr(module, name) for name in ("conv_qk_depthwise", "conv_qk_grouped", "v_proj_delayed"))
         return _project if is_cca else None
 

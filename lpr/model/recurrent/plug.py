@@ -132,7 +132,6 @@ class RecurrentCalls(Rewrite):
     name, stage = "recurrent calls over trees", Stage.TREE
 
     def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, Any]]:
-        """As Rewrite.match."""
         if places := _places(model):
             yield "", places
 
@@ -141,14 +140,12 @@ class RecurrentCalls(Rewrite):
         return all(model in getattr(getattr(*place), "users", ()) for place in _places(model))
 
     def apply(self, module: nn.Module, found: list[tuple[Any, str]]) -> None:
-        """As Rewrite.apply."""
         for file, name in found:
             if not hasattr(stock := getattr(file, name), "users"):
                 setattr(file, name, _replaced(stock, name))
             getattr(file, name).users.add(module)
 
     def undo(self, module: nn.Module) -> None:
-        """As Rewrite.undo."""
         for file, name in _places(module):
             replaced = getattr(file, name)
             replaced.users.discard(module)

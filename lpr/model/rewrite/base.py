@@ -106,7 +106,6 @@ class EachModule(Rewrite):
         """What `apply` needs for `module`; None if it does not match."""
 
     def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, Any]]:
-        """As Rewrite.match."""
         for name, module in list(model.named_modules()):
             if (found := self.find(module, setting)) is not None:
                 yield name, found
@@ -147,11 +146,9 @@ class NewForward(EachModule):
                 yield name, found
 
     def apply(self, module: nn.Module, found: Any) -> None:
-        """As Rewrite.apply."""
         module.forward = found
 
     def undo(self, module: nn.Module) -> None:
-        """As Rewrite.undo."""
         vars(module).pop("forward", None)
 
 
@@ -161,11 +158,9 @@ class WrappedForward(EachModule):
     stage = Stage.TREE
 
     def apply(self, module: nn.Module, found: Callable[..., Any]) -> None:
-        """As Rewrite.apply."""
         module.forward = partial(found, module, module.forward)
 
     def undo(self, module: Any) -> None:
-        """As Rewrite.undo."""
         stock = module.forward.args[1]
         del module.forward
         if getattr(stock, "__func__", None) is not type(module).forward:

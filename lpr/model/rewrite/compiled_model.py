@@ -30,7 +30,6 @@ class CompiledModel(Rewrite):
         self._backend = backend
 
     def why_not(self, model: Any, setting: Setting) -> str | None:
-        """As Rewrite.why_not."""
         if setting.compile == "off" or not isinstance(model, PreTrainedModel):
             return "not asked for"
         if (why := refusal(model)) is not None:
@@ -38,16 +37,13 @@ class CompiledModel(Rewrite):
         return f"compile works on captured steps: {setting.uncaptured}" if setting.uncaptured is not None else None
 
     def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, None]]:
-        """As Rewrite.match."""
         yield "", None
 
     def apply(self, module: nn.Module, found: None) -> None:
-        """As Rewrite.apply."""
         options = {"combo_kernels": True} if self._backend == "inductor" else None  # independent ones in one launch
         module.compile(dynamic=True, fullgraph=True, backend=self._backend, options=options)
 
     def undo(self, module: Any) -> None:
-        """As Rewrite.undo."""
         module._compiled_call_impl = None  # what Module.compile has set
 
     def is_done(self, model: nn.Module) -> bool:

@@ -83,11 +83,9 @@ class MergedLinear(Rewrite):
         self._has_room = has_room or has_room_to_pack
 
     def why_not(self, model: nn.Module, setting: Setting) -> str | None:
-        """As Rewrite.why_not."""
         return "on a CPU prepacked products merge them" if setting.device.type == "cpu" else None
 
     def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, list[Any]]]:
-        """As Rewrite.match."""
         for name, module in model.named_modules():
             for names in GROUPS:
                 members: list[Any] = [getattr(module, each, None) for each in names]
@@ -97,7 +95,6 @@ class MergedLinear(Rewrite):
                         yield name, members
 
     def apply(self, module: nn.Module, found: list[Any]) -> None:
-        """As Rewrite.apply."""
         pack = Pack(found)
         for place, member in enumerate(found):
             member.__class__ = PackedLinear

@@ -23,7 +23,6 @@ class RelativeDistances(WrappedForward):
     name = "distances by position"
 
     def find(self, module: Any, setting: Setting) -> Callable[..., torch.Tensor] | None:
-        """As EachModule.find."""
         return _relative_logits if hasattr(module, "rel_extent") and hasattr(module, "proj") else None
 
 
@@ -61,17 +60,14 @@ class QueryTemperature(EachModule):
     name, stage = "temperature by position", Stage.TREE
 
     def find(self, module: Any, setting: Setting) -> bool | None:
-        """As EachModule.find."""
         tunes = getattr(module, "attn_temperature_tuning", None) and hasattr(module, "q_proj") and not module.use_rope
         return True if tunes else None
 
     def apply(self, module: Any, found: bool) -> None:
-        """As Rewrite.apply."""
         module.attn_temperature_tuning = _OutsideSteps(module.attn_temperature_tuning)
         module.q_proj.register_forward_hook(partial(_scaled, module.floor_scale, module.attn_scale))
 
     def undo(self, module: Any) -> None:
-        """As Rewrite.undo."""
         module.attn_temperature_tuning = module.attn_temperature_tuning.stock
         hooks = module.q_proj._forward_hooks
         for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _scaled]:
@@ -92,7 +88,6 @@ class FalconLayers(Rewrite):
     name, stage = "attention name of layers", Stage.TREE
 
     def match(self, model: Any, setting: Setting) -> Iterator[tuple[str, Any]]:
-        """As Rewrite.match."""
         if getattr(getattr(model, "config", None), "model_type", None) != "falcon":
             return
         own = copy.copy(model.config)
@@ -102,9 +97,7 @@ class FalconLayers(Rewrite):
                 yield name, own
 
     def apply(self, module: Any, found: Any) -> None:
-        """As Rewrite.apply."""
         module.stock_config, module.config = module.config, found
 
     def undo(self, module: nn.Module) -> None:
-        """As Rewrite.undo."""
         module.config = vars(module).pop("stock_config")

@@ -105,11 +105,9 @@ class ShardedLayers(Rewrite):
     name, stage = "plain shards", Stage.LOAD
 
     def why_not(self, model: nn.Module, setting: Setting) -> str | None:
-        """As Rewrite.why_not."""
         return "no rank shares the weights" if setting.shards is None else None
 
     def match(self, model: Any, setting: Setting) -> Iterator[tuple[str, Any]]:
-        """As Rewrite.match."""
         assert setting.shards is not None
         head, parts = model.get_output_embeddings(), dict[int, tuple[Tensor, nn.Parameter]]()
         for name, module in list(model.named_modules()):
@@ -118,7 +116,6 @@ class ShardedLayers(Rewrite):
                 yield name, (made, parts, setting.shards)
 
     def apply(self, module: Any, found: Any) -> None:
-        """As Rewrite.apply."""
         made, parts, shards = found
         vars(module).pop("forward", None)
         for key, parameter in list(module.named_parameters(recurse=False)):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lpr.model.adapter import Adapter
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.sampling.choice import candidates, choose, four_to_a_word, log_probabilities
 from lpr.model.sampling.parts import choose_by_parts, limits_work, may_be_in_parts
@@ -49,7 +49,7 @@ class Sampler:
             return
         found = []
         for in_parts in (False, True):
-            cache = PagedCache(1, 256)
+            cache = KVCache(1, 256)
             inputs = adapter.inputs([Row.chain(0, 0, [1, 2, 3], 3)], cache)
             inputs.in_parts = in_parts
             found.append(adapter.forward(inputs, cache).float())

@@ -15,7 +15,7 @@ from lpr.model.attention import in_order
 from lpr.model.attention.layer_rules import LayerRule
 from lpr.model.attention.native import attend_pages
 from lpr.model.input_builder import Row
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.model.threads import has_team, team_size
@@ -342,7 +342,7 @@ def test_logits_of_models(family: str) -> None:
     logits = []
     for choice in ("native", "sdpa"):
         runner = TreeModel(model, choice)
-        cache, pages = PagedCache(3, 160, 40, 16), np.random.default_rng(1).permutation(40)
+        cache, pages = KVCache(3, 160, 40, 16), np.random.default_rng(1).permutation(40)
         for slot in range(3):
             cache.assign(slot, [int(page) for page in pages[slot * 10 : slot * 10 + 10]])
         tokens = np.random.default_rng(2).integers(0, 97, 200).tolist()

@@ -16,7 +16,7 @@ from dev.family_table import FAMILIES
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.adapter import Adapter
 from lpr.model.attention.sparse import first_of_equal
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.step_inputs import Row
 from tests.fakes.worlds import generate_on
 
@@ -37,7 +37,7 @@ def worst_difference(adapter: Adapter, num_trees: int = 3) -> float:
     def random(count: int) -> list[int]:
         return torch.randint(2, 97, (count,), generator=generator).tolist()
 
-    cache, text, worst = PagedCache(1, 128), random(41), 0.0
+    cache, text, worst = KVCache(1, 128), random(41), 0.0
     adapter.logits([Row.chain(0, 0, text, 0)], cache)
     for _ in range(num_trees):
         nodes = random(len(PARENTS))
@@ -74,16 +74,16 @@ def _mask_after_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _keys_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit leaves the indexer's keys where they are."""
-    stock = PagedCache.move
+    stock = KVCache.move
 
-    def move(self: PagedCache, rows: np.ndarray) -> None:
+    def move(self: KVCache, rows: np.ndarray) -> None:
         kept = {layer: pair[0].clone() for layer, pair in self.layer_tensors.items() if layer < 0}
         assert kept
         stock(self, rows)
         for layer, keys in kept.items():
             self.layer_tensors[layer][0].copy_(keys)
 
-    monkeypatch.setattr(PagedCache, "move", move)
+    monkeypatch.setattr(KVCache, "move", move)
 
 
 @pytest.mark.parametrize("mutant", [_mask_after_top_k, _keys_not_moved])

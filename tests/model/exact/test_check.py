@@ -23,7 +23,7 @@ from lpr.model.attention import in_order
 from lpr.model.attention import native as native_attention
 from lpr.model.exact import check
 from lpr.model.input_builder import Row
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from tests.fakes.compared import SHAPES, Group, Worlds
@@ -72,7 +72,7 @@ def chain(start: int, tokens: list[int], num_results: int | None = None) -> Row:
 
 def in_pieces(runner: TreeModel, text: list[int], sizes: list[int], kv_bucket: int = 32) -> torch.Tensor:
     """The logits [n, V] of a text that is evaluated in pieces."""
-    cache, at, found = PagedCache(1, 512), 0, []
+    cache, at, found = KVCache(1, 512), 0, []
     for size in sizes:
         found.append(runner.adapter.logits([chain(at, text[at : at + size])], cache, 1, kv_bucket))
         at += size
@@ -88,7 +88,7 @@ def check_trees(runner: TreeModel, num_checked: int = 6) -> None:
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
-        cache = PagedCache(1, 512)
+        cache = KVCache(1, 512)
         runner.adapter.logits([chain(0, TEXT[:start], 1)], cache)
         row = Row(0, start, tokens, parents, [start + depth for depth in depths], 40)
         logits = runner.adapter.logits([row], cache)
@@ -126,7 +126,7 @@ def test_rows_of_a_batch_do_not_change_each_other(attention: str) -> None:
     runner = checked(tiny_model().to(torch.bfloat16))
     alone = in_pieces(runner, TEXT[:40], [30, 10])[30:]
     for packed in (False, True):
-        cache = PagedCache(3, 512)
+        cache = KVCache(3, 512)
         for slot, count in ((0, 30), (1, 70), (2, 5)):
             first = chain(0, TEXT[:count], 1)
             first.slot = slot
@@ -314,7 +314,7 @@ def test_a_number_of_threads_that_nobody_asked_the_machine_about() -> None:
     torch.set_num_threads(before + 1)
     try:
         with pytest.raises(RuntimeError, match=rf"checked with {before} threads and torch has {before + 1} now"):
-            runner.adapter.inputs([chain(0, [1])], PagedCache(1, 64))
+            runner.adapter.inputs([chain(0, [1])], KVCache(1, 64))
     finally:
         torch.set_num_threads(before)
 
@@ -421,9 +421,9 @@ def paths_from_their_ends(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
 
 def a_sibling_is_seen(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
     """The last entry of a step sees the row in front of its own, whose entry may be of another branch."""
-    find, read = in_order.find_paths, PagedCache.read_pages
+    find, read = in_order.find_paths, KVCache.read_pages
 
-    def mutant_of_pages(cache: PagedCache, rows: Sequence[Row], *rest: Any) -> Any:
+    def mutant_of_pages(cache: KVCache, rows: Sequence[Row], *rest: Any) -> Any:
         changed = [row.entries.copy() for row in rows]
         for each in changed:
             each[1, -1] = each.shape[1] - 2
@@ -436,7 +436,7 @@ def a_sibling_is_seen(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
         return find(seen)
 
     patch.setattr(in_order, "find_paths", mutant)
-    patch.setattr(PagedCache, "read_pages", mutant_of_pages)
+    patch.setattr(KVCache, "read_pages", mutant_of_pages)
 
 
 def steps_of_another_rounding(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:

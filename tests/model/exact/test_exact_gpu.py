@@ -12,7 +12,7 @@ from torch import nn
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.model.exact import check
 from lpr.model.input_builder import Row
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.model.step_inputs import current_step
@@ -92,5 +92,5 @@ def test_a_pinned_model_is_as_it_was_outside_of_steps() -> None:
     assert torch.equal(model(ids).logits, expected)
     runner = TreeModel(model)
     row = Row(0, 0, list(range(70)), list(range(-1, 69)), list(range(70)), 70)
-    found = runner.adapter.logits([row], PagedCache(1, 128))
+    found = runner.adapter.logits([row], KVCache(1, 128))
     torch.testing.assert_close(found, expected[0], atol=1e-4, rtol=0)

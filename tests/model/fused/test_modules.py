@@ -22,7 +22,7 @@ from lpr.model.cpu.tiles import can_tile
 from lpr.model.exact import check
 from lpr.model.fused import decoder_layer, elementwise, modules
 from lpr.model.fused.decoder_layer import DecoderLayer
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.model.step_inputs import Row
@@ -55,7 +55,7 @@ PARAMS = SamplingParams(max_new_tokens=20)
 
 def logits(model: Any, exact: bool = False) -> torch.Tensor:
     """[n, V] of a prompt and of a tree below it."""
-    runner, cache = TreeModel(model, exact=exact), PagedCache(1, 64)
+    runner, cache = TreeModel(model, exact=exact), KVCache(1, 64)
     self_check(runner)
     prompt = runner.adapter.logits([Row.chain(0, 0, range(20), 20)], cache)
     tree = runner.adapter.logits([Row(0, 20, [3, 4, 5], [-1, 0, 0], [20, 21, 21], 3)], cache)
@@ -155,7 +155,7 @@ def test_one_call_has_the_bits_of_the_parts(
         if not whole:
             for layer in model.model.layers:
                 object.__setattr__(layer.forward, "run", None)
-        cache = PagedCache(2, 700)
+        cache = KVCache(2, 700)
         steps = [
             [Row.chain(0, 0, range(20), 20), Row.chain(1, 0, range(30, 70), 40)],
             [Row.chain(0, 20, [i % 97 for i in range(500)], 0)],
@@ -190,7 +190,7 @@ def test_a_copy_of_a_layer_has_weights_of_its_own() -> None:
     model = tiny_model()
     make_faster(model)
     copied, rows = copy.deepcopy(model), [Row.chain(0, 0, [1, 2, 3], 3)]
-    cache = PagedCache(1, 64)
+    cache = KVCache(1, 64)
     TreeModel(model).adapter.logits(rows, cache)  # makes the cache's layers
     before = TreeModel(copied).adapter.logits(rows, cache)
     for layer in copied.model.layers:

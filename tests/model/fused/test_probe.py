@@ -17,7 +17,7 @@ from lpr.model.cpu.products import can_pack
 from lpr.model.fused.decoder_layer import layer_of
 from lpr.model.fused.elementwise import Weighing
 from lpr.model.fused.modules import mlp_of, norm_of
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.step_inputs import Row
 from tests.fakes.models import tiny_model
@@ -220,7 +220,7 @@ def test_an_altered_model_keeps_its_own_logits(where: str) -> None:
     plain = copy.deepcopy(model)
     make_faster(model)
     rows = [Row(0, 0, [3, 4, 5, 6], [-1, 0, 0, 1], [0, 1, 1, 2], 4)]
-    one, other = (TreeModel(each).adapter.logits(rows, PagedCache(1, 64)) for each in (plain, model))
+    one, other = (TreeModel(each).adapter.logits(rows, KVCache(1, 64)) for each in (plain, model))
     assert torch.allclose(one, other, atol=1e-5)
 
 

@@ -30,8 +30,8 @@ from lpr.model.heads.forms import DEEPSEEK, MIMO, QWEN, Form
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import OWN_FILE, make_head, read_head
+from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, wrap
-from lpr.model.paged_cache import PagedCache
 from lpr.model.step_inputs import Row
 from lpr.model.transformers_versions import CACHE_ARGUMENTS, passed
 from tests.fakes.fake_graphs import FakeCapturer
@@ -203,7 +203,7 @@ def wrong_position(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_that_a_commit_moves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PagedCache, "add_fixed", lambda self, layer: None)
+    patch.setattr(KVCache, "add_fixed", lambda self, layer: None)
 
 
 def hidden_state_of_the_next_token(patch: pytest.MonkeyPatch) -> None:
@@ -229,14 +229,12 @@ def test_a_head_that_goes_wrong_is_noticed(
 def test_a_head_that_writes_into_the_models_own_cache_is_noticed(
     loaded: Loaded, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update = PagedCache.update
+    update = KVCache.update
 
-    def mutant(
-        self: PagedCache, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    def mutant(self: KVCache, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         return update(self, keys, values, 1 if layer == 2 else layer, *args, **kwargs)
 
-    monkeypatch.setattr(PagedCache, "update", mutant)
+    monkeypatch.setattr(KVCache, "update", mutant)
     assert ids(Engine(loaded, DECODE).generate(PROMPTS, PARAMS)) != plain
 
 

@@ -25,7 +25,7 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.core.tree import ancestor_bits
 from lpr.model.attention.layer_rules import LayerRule, layer_rule
 from lpr.model.input_builder import Row, build_inputs
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.model.tree_mask import TreeMask, ancestor_words, build_mask
@@ -240,8 +240,8 @@ def test_bits_say_what_the_dense_mask_says() -> None:
         Row(0, 5, [1] * 4, [-1, 0, 0, 2], [5, 6, 6, 7], 2),
         Row(1, 0, [1] * 70, list(range(-1, 69)), [*range(70)], 1),
     ]
-    dense = build_inputs(rows, PagedCache(3, 128), DEVICE, 8, 16).blocks[0]
-    packed = build_inputs(rows, PagedCache(3, 128), DEVICE, 8, 16, tree_bits=True).blocks[0]
+    dense = build_inputs(rows, KVCache(3, 128), DEVICE, 8, 16).blocks[0]
+    packed = build_inputs(rows, KVCache(3, 128), DEVICE, 8, 16, tree_bits=True).blocks[0]
     assert packed.visible is None and packed.tree_mask is not None and dense.visible is not None
     real = packed.tree_mask.real()
     assert real.sum(1).tolist() == [4, 70]

@@ -16,7 +16,7 @@ from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.model.graph_inputs import static_shape
 from lpr.model.input_builder import Row
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.sampling import choice, parts, specification
 from lpr.model.sampling.selection import TOP_K, Selection
 from tests.fakes.difficult_logits import PARAMS, draws, peaked
@@ -164,7 +164,7 @@ def test_graphs_with_limits_are_others_where_a_vocabulary_is_in_parts() -> None:
         shape = static_shape([row], selection, 8, 2, 512, 64, tree_bits=True, in_parts=True)
         assert shape is not None and shape == replace(shape)
         words = torch.zeros(shape.num_words, dtype=torch.int32)
-        cache = PagedCache(2, 512)
+        cache = KVCache(2, 512)
         shape.place(words.numpy(), [row], selection, cache)
         read = shape.read(words, cache)[1]
         assert (read.filtered, read.is_wide) == (bool(limits), "top_k" in limits)

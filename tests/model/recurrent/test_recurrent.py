@@ -21,7 +21,7 @@ from dev.family_table import FAMILIES
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.request import Request
 from lpr.model.adapter import Adapter
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent import scans
 from lpr.model.recurrent.diagonal import Selective
 from lpr.model.recurrent.states import States
@@ -214,7 +214,7 @@ def test_slots_snapshots_and_preemption_keep_texts(home_ranks: Any) -> None:
 def test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill(name: str) -> None:
     """1001 rejected branches of 1 to 3 entries; no leaf is ever accepted."""
     adapter, dice = TreeModel(shared_model(name), attention="sdpa").adapter, random.Random(2)
-    cache = PagedCache(1, 256)
+    cache = KVCache(1, 256)
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 0, 0, 1, 5]
     depths = [0, 1, 1, 2, 2, 2, 3, 3, 4, 1, 1, 2, 3]
     num_leaves = len({*range(len(parents))} - {*parents})
@@ -230,7 +230,7 @@ def test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill(name: 
         cache.commit(row, path)
         text += [tokens[node] for node in path]
         rejected += num_leaves
-    fresh = PagedCache(1, 256)
+    fresh = KVCache(1, 256)
     adapter.logits([row := Row.chain(0, 0, text, 1)], fresh)
     fresh.commit(row, range(len(text)))
     assert cache.states.of(0)
@@ -267,7 +267,7 @@ def worst_of_any_tree(adapter: Adapter, packed: bool) -> float:
     step another one is dropped.
     """
     model, dice = adapter.model, random.Random(packed)
-    cache, worst = PagedCache(3, 256), 0.0
+    cache, worst = KVCache(3, 256), 0.0
     texts = [[dice.randrange(2, 97) for _ in range(length)] for length in (1, 19, 90)]
     cached = [0, 0, 0]
     for _ in range(3):
@@ -306,7 +306,7 @@ def test_any_tree_has_the_logits_of_its_paths(name: str) -> None:
 
 def test_a_forward_without_a_commit_changes_no_state() -> None:
     adapter = TreeModel(shared_model("qwen3_next")).adapter
-    cache = PagedCache(1, 64)
+    cache = KVCache(1, 64)
     adapter.logits([row := Row.chain(0, 0, [5, 6, 7], 1)], cache)
     cache.commit(row, range(3))
     before = {site: state.clone() for site, state in cache.states.of(0).items()}

@@ -44,7 +44,7 @@ from lpr.core.accept import NOT_A_NUMBER, PROCESSOR_FAILED, accept, as_guess, li
 from lpr.core.noise_keys import noise_key
 from lpr.core.tree import TokenTree
 from lpr.engine.exchange import Exchange
-from lpr.model.paged_cache import PagedCache
+from lpr.model.kv_cache import KVCache
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.processors import (
     NOTHING_LEFT,
@@ -519,7 +519,7 @@ def test_a_cache_that_keeps_nan_is_noticed(
     """Masked rows side by side in a padded batch are read further than their own entries."""
     check_rejected_nan(model, often_drafted, 1, packed=False, attention="sdpa")
     for name in ("clear", "clear_entries"):
-        monkeypatch.setattr(PagedCache, name, lambda self, given: None)
+        monkeypatch.setattr(KVCache, name, lambda self, given: None)
     with pytest.raises(AssertionError):
         check_rejected_nan(model, often_drafted, 1, packed=False, attention="sdpa")
 
