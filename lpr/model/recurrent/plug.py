@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from lpr.model.recurrent.convolved_projections import has_convolved_projections
-from lpr.model.recurrent.diagonal import Selective
 from lpr.model.recurrent.scans import DECAYED, DELTA, Rule
+from lpr.model.recurrent.selective import Selective
 from lpr.model.recurrent.states import States
 from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.step_inputs import current_step

@@ -18,7 +18,7 @@ from torch import Tensor
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.graphs import GraphForward
 from lpr.model.recurrent import scans
-from lpr.model.recurrent.diagonal import Selective
+from lpr.model.recurrent.selective import Selective
 from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection

@@ -23,7 +23,7 @@ from lpr.engine.request import Request
 from lpr.model.adapter import Adapter
 from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent import scans
-from lpr.model.recurrent.diagonal import Selective
+from lpr.model.recurrent.selective import Selective
 from lpr.model.recurrent.states import States
 from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
