@@ -95,6 +95,19 @@ class Scoring(NamedTuple):
     bias: Tensor | None = None
     """[B or 1, Hq, T or 1, KV], added to scores."""
 
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **_: Any,
+    ) -> Scoring:
+        """Of the arguments by which transformers' models tell them."""
+        return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias)
+
     @property
     def is_plain(self) -> bool:
         """True if PyTorch's attention has all that is needed."""
@@ -102,32 +115,22 @@ class Scoring(NamedTuple):
 
 
 def tree_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Mask,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **given: Any
 ) -> tuple[Tensor, None]:
     """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)]; returns [B, T, Hq, Dv].
 
     With packed inputs, `query` is [1, Hq, N, D], `key` and `value` are all rows of the cache, and the masks are a list.
     """
-    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias)
-    step = current_step()
+    scoring, step = Scoring.of(query, **given), current_step()
     if step is not None and step.blocks[0].table is not None:
         check_passed_on(step, key, value)
         key, value = (step.cache.of_block(each, step.blocks[0]) for each in (key, value))
     if not isinstance(attention_mask, list):
-        given = query, key, value, attention_mask, scoring
-        out = _attend(*given) if step is None else _attend_block(step, step.blocks[0], *given)
+        parts = query, key, value, attention_mask, scoring
+        out = _attend(*parts) if step is None else _attend_block(step, step.blocks[0], *parts)
         return out.transpose(1, 2).contiguous(), None
     assert step is not None and step.cache is not None
-    if position_bias is not None:  # it is laid out for one block
+    if scoring.bias is not None:  # it is laid out for one block
         raise TypeError("this attention needs padded inputs")
     check_passed_on(step, key, value)
     packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])

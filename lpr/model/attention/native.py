@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lpr import native
-from lpr.model.attention.dense import Mask, check_passed_on, tree_attention
+from lpr.model.attention.dense import Mask, Scoring, check_passed_on, tree_attention
 from lpr.model.attention.layer_rules import LayerRule, kernel_mask
 from lpr.model.step_inputs import current_step
 from lpr.model.threads import has_team
@@ -56,52 +56,28 @@ def attend_pages(
     own_sinks = None if sinks is None else sinks.float().contiguous()
     out = query.new_zeros(batch, length, num_heads, value.shape[2])
     pages.attend(
-        query.dtype == torch.bfloat16,
-        query.data_ptr(),
-        query.stride()[:3],
-        key.data_ptr(),
-        key.stride()[:2],
-        value.data_ptr(),
-        value.stride()[:2],
-        out.data_ptr(),
-        length,
-        num_heads,
-        len(key),
-        dim,
-        value.shape[2],
-        dim**-0.5 if scale is None else scale,
-        softcap or 0.0,
-        rule.window or 0,
-        rule.chunk or 0,
-        0 if own_sinks is None else own_sinks.data_ptr(),
-        exact,
-    )
+        query.dtype == torch.bfloat16, query.data_ptr(), query.stride()[:3], key.data_ptr(), key.stride()[:2],
+        value.data_ptr(), value.stride()[:2], out.data_ptr(), length, num_heads, len(key), dim, value.shape[2],
+        dim**-0.5 if scale is None else scale, softcap or 0.0, rule.window or 0, rule.chunk or 0,
+        0 if own_sinks is None else own_sinks.data_ptr(), exact,
+    )  # fmt: skip
     return out
 
 
-def native_attention(is_exact: bool) -> Callable[..., tuple[torch.Tensor, None]]:
+def native_attention(is_exact: bool) -> Callable[..., tuple[Tensor, None]]:
     """For AttentionInterface: attention in C++ in a step that has pages, else by "lpr_tree"."""
 
     def attend(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: LayerRule | Mask,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        rule, step = attention_mask, current_step()
+        module: Any, query: Tensor, key: Tensor, value: Tensor, rule: LayerRule | Mask, **given: Any
+    ) -> tuple[Tensor, None]:
+        step, (scale, softcap, sinks, bias) = current_step(), Scoring.of(query, **given)
         if not isinstance(rule, LayerRule):  # not in a step that has pages
-            return tree_attention(module, query, key, value, rule, scaling, softcap, s_aux, position_bias)
+            return tree_attention(module, query, key, value, rule, **given)
         assert step is not None and step.pages is not None
-        if position_bias is not None:
+        if bias is not None:
             raise TypeError("the model adds a bias to scores")
         check_passed_on(step, key, value)
-        return attend_pages(step.pages, query, key[0], value[0], rule, scaling, softcap, s_aux, is_exact), None
+        return attend_pages(step.pages, query, key[0], value[0], rule, scale, softcap, sinks, is_exact), None
 
     return attend
 

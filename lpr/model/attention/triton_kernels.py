@@ -6,11 +6,11 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lpr.config import InputError
-from lpr.model.attention.dense import Mask, additive, check_passed_on, tree_attention, visible_nodes
+from lpr.model.attention.dense import Mask, Scoring, additive, check_passed_on, tree_attention, visible_nodes
 from lpr.model.attention.layer_rules import LayerRule, kernel_mask
 from lpr.model.step_inputs import current_step
 from lpr.model.tree_mask import find_paths
@@ -26,35 +26,27 @@ def load_kernel(name: str) -> None:
     _versions[name] = import_module(_MODULES[name])
 
 
-def kernel_attention(name: str) -> Callable[..., tuple[torch.Tensor, None]]:
+def kernel_attention(name: str) -> Callable[..., tuple[Tensor, None]]:
     """For AttentionInterface: attention by the version `name`, which `load_kernel` has imported."""
     is_exact = name == TRITON_EXACT
 
     def attend(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: LayerRule | Mask,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        rule, step = attention_mask, current_step()
-        if is_exact and step is not None and (position_bias is not None or not isinstance(rule, LayerRule)):
+        module: Any, query: Tensor, key: Tensor, value: Tensor, rule: LayerRule | Mask, **given: Any
+    ) -> tuple[Tensor, None]:
+        step, scoring = current_step(), Scoring.of(query, **given)
+        if is_exact and step is not None and (scoring.bias is not None or not isinstance(rule, LayerRule)):
             raise InputError("exact attention on a GPU knows causal, sliding and chunked masks and no bias on scores")
         if not isinstance(rule, LayerRule):
-            return tree_attention(module, query, key, value, rule, scaling, softcap, s_aux, position_bias)
+            return tree_attention(module, query, key, value, rule, **given)
         assert step is not None and step.blocks[0].tree_mask is not None
         block, bits = step.blocks[0], step.blocks[0].tree_mask
-        if position_bias is not None:  # the kernels take none
+        if scoring.bias is not None:  # the kernels take none
             mask = additive(visible_nodes(block, rule.mask_function), query.dtype)
-            return tree_attention(module, query, key, value, mask, scaling, softcap, s_aux, position_bias)
+            return tree_attention(module, query, key, value, mask, **given)
         if is_exact and block.paths is None:  # once a step, for all layers
             block.paths = find_paths(bits)
-        rules = {"window": rule.window, "chunk": rule.chunk, "softcap": softcap, "scale": scaling, "sinks": s_aux}
+        rules: dict[str, Any] = {"window": rule.window, "chunk": rule.chunk}
+        rules |= {"softcap": scoring.softcap, "scale": scoring.scale, "sinks": scoring.sinks}
         parts = query, key, value, bits, *([block.paths] if is_exact else [])
         if block.table is not None:
             check_passed_on(step, key, value)
