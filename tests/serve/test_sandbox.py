@@ -605,10 +605,11 @@ def test_a_body_is_utf_8(service, encoding):
 
 
 @pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', '{"a": 1' + "0" * 5000 + "}", '{"a": 1e999}', "[" * 5000])
-def test_odd_arguments_of_a_call_are_no_fault(service, arguments):
-    for padding in (0, 20_000):
-        content = json.dumps(conversation(arguments)).encode() + b" " * padding
-        answer = service.client.post(
-            "/v1/chat/completions", content=content, headers={"Content-Type": "application/json"}
-        )
-        assert answer.status_code == 200, answer.text[:300]
+def test_odd_arguments_of_a_call_are_no_fault(arguments):
+    with served(facts(chat_templates={"default": "{{ messages }}"}, max_length=1 << 20)) as service:
+        for padding in (0, 20_000):
+            content = json.dumps(conversation(arguments)).encode() + b" " * padding
+            answer = service.client.post(
+                "/v1/chat/completions", content=content, headers={"Content-Type": "application/json"}
+            )
+            assert answer.status_code == 200, answer.text[:300]
