@@ -30,7 +30,6 @@ from lpr.engine.options import EngineOptions
 from lpr.engine.replica import Replica
 from lpr.engine.request import Completion, Prompt, Request
 from lpr.engine.requests import check_history, check_request, checked_ids, encode_prediction, encode_prompt
-from lpr.engine.scheduler import Scheduler
 from lpr.engine.trie_file import fingerprint_of, read_history, write_trie
 from lpr.engine.turns import in_turn
 from lpr.model.loader import Loaded, load, wrap
@@ -38,6 +37,7 @@ from lpr.model.modes import in_own_modes
 from lpr.model.parallel import TensorParallel
 from lpr.model.sampling.processors import Processor
 from lpr.protocol import Abort, Chunk, RequestId, Stop, Submit
+from lpr.sched.scheduler import Scheduler
 
 
 class Engine:
@@ -206,10 +206,10 @@ class Engine:
         earlier run has emitted, after which the output goes on as if it had never stopped. Requests share drafts and
         K/V with those of the same `tenant`, and with `learns` False no drafts at all; neither changes their output.
         With `details`, chunks name the draft source of each token. `arrived` is in seconds of time.monotonic; default:
-        now. Requests wait in the order of arrival, shifted by `priority` (see lpr.engine.waiting); those of different
-        `share` get slots in proportion to their `weight` (see lpr.engine.sharing). `prediction` is a text, or ids, that
-        the output is likely to repeat in large part: it is drafted from, and never changes the output. `predicted` are
-        the counts of an earlier run (see lpr.protocol.Submit).
+        now. Requests wait in the order of arrival, shifted by `priority` (see lpr.sched.queue); those of different
+        `share` get slots in proportion to their `weight` (see lpr.sched.fair_shares). `prediction` is a text, or ids,
+        that the output is likely to repeat in large part: it is drafted from, and never changes the output. `predicted`
+        are the counts of an earlier run (see lpr.protocol.Submit).
         """
         params = params if params is not None else SamplingParams()
         if not 0 < weight < math.inf:

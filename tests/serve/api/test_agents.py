@@ -316,7 +316,10 @@ def test_a_response_that_would_need_a_store_is_refused(service, name, value):
         ({"tools": [{"type": "mcp"}]}, "tools.0: type 'mcp' is none of 'function', 'namespace', 'web_search'"),
         ({"tools": [{**RESPONSE_TOOL, "parameters": {"x": float("inf")}}]}, "tools: a number is not finite"),
         ({"metadata": {"x": 10**30}, "stream": True}, "metadata: a number is not finite, or an integer has more"),
-        ({"tools": [{**RESPONSE_TOOL, "parameters": {"$ref": "#"}}], "tool_choice": "required"}, "tools: weather: no text"),
+        (
+            {"tools": [{**RESPONSE_TOOL, "parameters": {"$ref": "#"}}], "tool_choice": "required"},
+            "tools: weather: no",
+        ),
         ({"max_output_tokens": 10**20}, "the prompt's 12 tokens and max_output_tokens 100000000000000000000 are"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema: Invalid type"),
         ({"text": 1}, "text: this should be an object"),
