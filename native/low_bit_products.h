@@ -74,6 +74,17 @@ LPR_INLINE int32_t pair_at(const int16_t* values) {
 // Sums of few rows are kept for each second pair of inputs apart: each waits for the one before it.
 constexpr int sums_apart(int rows) { return rows <= 6 ? 2 : 1; }
 
+// 16 pairs of weights.
+LPR_WIDE_PAIRS LPR_INLINE __m512i wide_weights_of(const char* from) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+// Adds products of pairs. As an intrinsic GCC 12 copies sums between registers and memory in each step.
+LPR_WIDE_PAIRS LPR_INLINE __m512i add_pairs(__m512i sum, __m512i weights, __m512i values) {
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(values));
+  return sum;
+}
+
 // Multiplies R rows of `product`, whose `given` is rounded, by the panel `weights` of outputs from `first` on.
 template <int R>
 LPR_WIDE_PAIRS void wide_low_bit_tile(const Product& product, const char* weights, int64_t row, int64_t first, Ahead ahead) {
@@ -92,14 +103,12 @@ LPR_WIDE_PAIRS void wide_low_bit_tile(const Product& product, const char* weight
       ahead.fetch();
 #pragma GCC unroll 2
       for (int i = 0; i < 2; i++, weights += 64) {
-        __m512i low = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights)));
-        __m512i high = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + 32)));
+        __m512i low = wide_weights_of(weights), high = wide_weights_of(weights + 32);
 #pragma GCC unroll 14
         for (int r = 0; r < R; r++) {
           __m512i values = _mm512_set1_epi32(pair_at(given + r * stride + k + 2 * i));
-          __m512i(&to)[2] = sums[i % kApart][r];
-          to[0] = _mm512_dpwssd_epi32(to[0], low, values);
-          to[1] = _mm512_dpwssd_epi32(to[1], high, values);
+          sums[i % kApart][r][0] = add_pairs(sums[i % kApart][r][0], low, values);
+          sums[i % kApart][r][1] = add_pairs(sums[i % kApart][r][1], high, values);
         }
       }
     }
