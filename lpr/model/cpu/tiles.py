@@ -26,8 +26,8 @@ _ALONE = 1 << 18
 DTYPES = torch.float32, torch.bfloat16
 """Of rows."""
 Address = tuple[int, int, int, int, int, int]
-"""For native.DecoderLayer: where a weight and its bias lie (0: no bias), the numbers of outputs, inputs and bits, and where
-the scales of a weight in int8 lie (0: it has none)."""
+"""For native.DecoderLayer: where a weight and its bias lie (0: no bias), the numbers of outputs, inputs and bits, and
+where the scales of a weight in int8 lie (0: it has none)."""
 
 
 def can_tile(dtype: torch.dtype, num_inputs: int) -> bool:

@@ -36,7 +36,8 @@ class _LowBitTiles:
     def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
         if given.dtype not in DTYPES or given.shape[-1] != self.num_inputs:
-            raise TypeError(f"{given.dtype} {[*given.shape]} is multiplied by int{self.bits} of {self.num_inputs} inputs")
+            weight = f"int{self.bits} of {self.num_inputs} inputs"
+            raise TypeError(f"{given.dtype} {[*given.shape]} is multiplied by {weight}")
         return multiply_at(self.address(bias), given)
 
 
@@ -80,4 +81,3 @@ class Int4Tiles(_LowBitTiles):
         values = torch.cat([fours & 15, fours >> 4], 1).flatten(3)
         whole = (values * scale[..., None] + low[..., None]).flatten(2).flatten(0, 1)
         return whole[: self.num_outputs, : self.num_inputs].to(dtype)
-

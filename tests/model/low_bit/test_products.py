@@ -1,4 +1,4 @@
-"""Products with rounded weights: right at every shape, the same bits at every height, with threads and without AVX-512."""
+"""Products with rounded weights: right at every shape, the same bits at every height and with AVX2 or AVX-512."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ def test_rounding(num_out: int, num_in: int, form: Form) -> None:
     weight[0] = 0.0
     weight[-1] *= 1e-4
     found = Rounded(weight, form).to_dense(torch.float32)
-    size = {"int8": weight.abs().amax(1, keepdim=True), "fp8": weight.abs() + weight.abs().amax(1, keepdim=True) / 448 / 32}.get(form)
+    largest = weight.abs().amax(1, keepdim=True)
+    size = {"int8": largest, "fp8": weight.abs() + largest / 448 / 32}.get(form)
     if size is None:
         groups = torch.nn.functional.pad(weight, (0, -num_in % 32)).unflatten(1, (-1, 32))
         size = (groups.amax(2) - groups.amin(2)).repeat_interleave(32, 1)[:, :num_in]
@@ -163,7 +164,8 @@ def test_layers_of_a_pack(form: Form, dtype: torch.dtype, has_bias: bool) -> Non
     assert all(type(layer) is LowBitLinear and not dict(layer.named_parameters()).get("weight") for layer in layers)
     for layer, one, other, whole, weight in zip(layers, found, expected, full, weights, strict=True):
         assert layer.weight.shape == weight.shape and layer.weight.dtype is dtype
-        assert torch.allclose(one.float(), other.float(), atol=2e-2 if dtype is torch.bfloat16 or form == "int4" else 1e-4)
+        is_coarse = dtype is torch.bfloat16 or form == "int4"
+        assert torch.allclose(one.float(), other.float(), atol=2e-2 if is_coarse else 1e-4)
         assert not torch.equal(one, whole)
     assert pack.num_bytes <= (64 * (32 + 2 * 4) if form == "int4" else 64 * (40 + 4))
 
