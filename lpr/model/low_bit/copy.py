@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.fused.accelerate import replace_known, restore_known
 from lpr.model.fused.decoder_layer import as_one
+from lpr.model.low_bit.experts import LowBitExperts, can_round_experts
 from lpr.model.low_bit.products import FORMS, Form, round_linear
 from lpr.model.packing import GROUPS, Pack, PackedLinear
 
@@ -54,6 +55,9 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
     restore_known(twin)
     num_bytes = 0
     for module in list(twin.modules()):
+        if can_round_experts(module):
+            module.forward = experts = LowBitExperts(module, form)
+            num_bytes += experts.num_bytes
         groups: list[list[Any]] = [[getattr(module, name, None) for name in names] for names in GROUPS]
         for members in [*groups, *([each] for each in module.children())]:
             if _can_round(members):
