@@ -20,9 +20,8 @@ class LowBitExperts:
         """Round the weights of `module`, of which `can_round_experts` is true, and take them from it."""
         name = _NAMES[module.has_gate]
         first, second = (module._parameters.pop(each).detach() for each in (name, "down_proj"))
-        self.first, self.second = (
-            [LowBitPack(each, None, [len(each)], form) for each in side] for side in (first, second)
-        )
+        self.first = [LowBitPack(each, None, [len(each)], form) for each in first]
+        self.second = [LowBitPack(each, None, [len(each)], form) for each in second]
         self._activate = module._apply_gate if module.has_gate else module.act_fn
 
     @property
@@ -34,8 +33,6 @@ class LowBitExperts:
         """The sum [tokens, D] over the experts `top_k_index` [tokens, k] of each token, by `top_k_weights`."""
         result = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
-            if expert >= len(self.first):  # of a token that has fewer experts
-                continue
             tokens, places = (top_k_index == expert).nonzero(as_tuple=True)
             inner = self._activate(self.first[expert].multiply(hidden_states[tokens]))
             found = self.second[expert].multiply(inner) * top_k_weights[tokens, places, None]

@@ -111,11 +111,8 @@ def test_experts_are_those_of_the_rounded_weights(family: str) -> None:
             full.gate_up_proj.copy_(weights[0])
             full.down_proj.copy_(weights[1])
             states, chosen = torch.randn(9, 64), torch.stack([torch.randperm(4)[:2] for _ in range(9)])
-            chosen[3, 1] = 4  # of no expert
             given = states, chosen, torch.rand(9, 2)
-            difference_ = (rounded(*given) - full(*given)).abs().amax(1)
-            print(difference_)
-            assert float(difference_.max()) < 1e-3
+            assert torch.allclose(rounded(*given), full(*given), atol=1e-3)
 
 
 @pytest.mark.parametrize("form", FORMS)
