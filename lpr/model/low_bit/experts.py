@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class LowBitExperts:
         first, second = (module._parameters.pop(each).detach() for each in (name, "down_proj"))
         self.first = [LowBitPack(each, None, [len(each)], form) for each in first]
         self.second = [LowBitPack(each, None, [len(each)], form) for each in second]
-        self._activate = module._apply_gate if module.has_gate else module.act_fn
+        self._module: Any = weakref.ref(module)  # in a cycle, a dropped copy would keep its weights
 
     @property
     def num_bytes(self) -> int:
@@ -31,10 +32,11 @@ class LowBitExperts:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The sum [tokens, D] over the experts `top_k_index` [tokens, k] of each token, by `top_k_weights`."""
-        result = torch.zeros_like(hidden_states)
+        result, module = torch.zeros_like(hidden_states), self._module()
+        activate = module._apply_gate if module.has_gate else module.act_fn
         for expert in top_k_index.unique().tolist():
             tokens, places = (top_k_index == expert).nonzero(as_tuple=True)
-            inner = self._activate(self.first[expert].multiply(hidden_states[tokens]))
+            inner = activate(self.first[expert].multiply(hidden_states[tokens]))
             found = self.second[expert].multiply(inner) * top_k_weights[tokens, places, None]
             result.index_add_(0, tokens, found.to(result.dtype))
         return result
