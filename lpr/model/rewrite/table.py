@@ -29,6 +29,7 @@ from lpr.model.rewrite.positions import FalconLayers, QueryTemperature, Relative
 from lpr.model.rewrite.sharded_layers import ShardedLayers
 
 COMPILED = CompiledModel()
+FUSED = DecoderLayers(), GatedMlps(), RmsNorms()
 REWRITES: tuple[Rewrite, ...] = (
     DroppedTowers(),
     ShardedLayers(),
@@ -40,9 +41,7 @@ REWRITES: tuple[Rewrite, ...] = (
     FalconLayers(),
     MergedLinear(),
     PrepackedProducts(),
-    DecoderLayers(),
-    GatedMlps(),
-    RmsNorms(),
+    *FUSED,
     PinnedProducts(),
     COMPILED,
 )
