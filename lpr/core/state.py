@@ -191,6 +191,8 @@ class SequenceState:
         if self.drafter is not None:
             self._learn(self.drafter, tree, path, result, emitted)
             self.drafter.head = head
+            if head is not None and head.is_copy:
+                self.acceptance.pause = 0  # passes were made for the next tree
         return emitted
 
     def _learn(

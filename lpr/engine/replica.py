@@ -15,6 +15,7 @@ from typing import cast
 import msgspec
 
 from lpr.config import DecodeConfig, InputError, TreeSizes
+from lpr.core.passes import Passes
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, is_driver
 from lpr.dist.errors import MeshChangedError, first_line
@@ -35,7 +36,7 @@ from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
 from lpr.engine.pace import Pace
 from lpr.engine.page_moves import PageClear, PageCopy, PageIn, PageOut, StateCopy
-from lpr.engine.prepare import longest_sequence, prepare
+from lpr.engine.prepare import longest_sequence, prepare, why_no_copy
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.scheduler import Schedule, Scheduler
@@ -46,6 +47,7 @@ from lpr.engine.times_file import StartTimes
 from lpr.engine.turns import Turns
 from lpr.model.heads.guesses import num_entries, num_guesses
 from lpr.model.loader import Loaded
+from lpr.model.self_draft import MOST_PASSES, NUM_GUESSES
 from lpr.model.watch import Watch
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
@@ -192,6 +194,9 @@ class Replica(StepHooks):
         begun = {request.admission for request in schedule.decoding}
         waiting = [request for request in self.scheduler.running if request.admission not in begun]
         self.sizer.begin_step(schedule.decoding, schedule.filling, waiting)
+        if self.model.self_drafter is not None and schedule.decoding:
+            longest = max([len(request.tokens) for request in schedule.decoding])
+            self.model.self_drafter.passes.begin_step(self.sizer.times, longest)
         # With the length of the shared index, a rank that has learned something else is found at once.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
         plan = StepPlan(schedule.decoding, schedule.filling, self.sizes, digest, num_command_bytes)
@@ -221,7 +226,10 @@ class Replica(StepHooks):
                 self.model.rests = self.pace.rests
                 if self.model.guesser is not None:
                     self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)
-            # A head takes its time whatever the tree is: counted as the nodes' it would make all of them dearer.
+            if self.model.self_drafter is not None:
+                num_tokens = sum([len(outcome.concluded.emitted) for outcome in outcomes])
+                self.model.self_drafter.passes.count_step(len(batch), num_tokens, ms)
+            # A head or a copy takes its time whatever the tree is: counted as the nodes' it would make all of them dearer.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
         for request in self.scheduler.running:
             request.write()
@@ -336,10 +344,18 @@ class Replica(StepHooks):
                     # Automatic sizes seldom spend their limit, and each guess that is followed takes time.
                     most = num_guesses(0 if decode.adaptive else sizes.trie_nodes)
                     sizes, self.model.guesser.num_guesses = replace(sizes, num_guesses=most), most
+                if self._may_draft_itself(decode) and sizes.trie_nodes:
+                    sizes = replace(sizes, num_guesses=NUM_GUESSES)
                 self._set_up(decode, sizes, times, self.comm, keep_drafts)
                 return
             except MeshChangedError:  # on all survivors alike, which begin again
                 self.adopt_mesh()
+
+    def _may_draft_itself(self, decode: DecodeConfig) -> bool:
+        """True if a rank of the mesh may have a copy that drafts: the same on all of them."""
+        if self.options.self_draft == "off" or why_no_copy(self.like, self.comm) is not None:
+            return False
+        return self.options.self_draft != "auto" or decode.adaptive
 
     def _set_up(
         self,
@@ -361,7 +377,8 @@ class Replica(StepHooks):
         how = self.model.packed, self.options.prefix_reuse, most_homes
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         num_ahead = sizes.evaluated_capacity(self.comm.size if self.comm.membership is None else 1)
-        num_ahead += num_entries(sizes.num_guesses)
+        if sizes.num_guesses:
+            num_ahead += max(num_entries(sizes.num_guesses), MOST_PASSES)
         longest = longest_sequence(self.loaded, decode)
         needs = PoolNeeds.of(self.model, self.like, decode, self.options, longest, num_ahead, self.comm)
         num_snapshots = SNAPSHOTS_PER_SLOT * decode.max_batch_size if self.options.prefix_reuse else 0
@@ -390,6 +407,8 @@ class Replica(StepHooks):
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
         self.pace, self.model.rests = Pace() if times is not None and self.sizes.num_guesses else None, False
+        if self.model.self_drafter is not None:
+            self.model.self_drafter.passes = Passes(fewest=int(self.options.self_draft != "auto"))
         if times is not None:
             limits, decode = self.scheduler.limits, self.decode
             limits.join_chunk = max(SHORTEST_FILL, times.critical_length())
