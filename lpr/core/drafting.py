@@ -186,6 +186,38 @@ class Drafter:
             before = self._tail[-2] if len(self._tail) > 1 else -1
             self._evaluated.keep(tree, path, self._num_observed, before, candidates, scores)
 
+    def continuation(self, tokens: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+        """The likeliest text behind the last observed token and `tokens`: up to `count` tokens, and the share of each.
+
+        It follows the matches of the last two tokens and more; [] where the text has none.
+        """
+        if not self.config.trie_nodes:
+            return [], []
+        context = [*self._tail, *tokens][-constants.MAX_MATCH :]
+        places = [
+            (trust * constants.WEIGHTS[length], index.tokens, place)
+            for index, trust, _ in self._indexes
+            for place, length in index.match(context, constants.NODE_PLACES)
+        ]
+        found, shares = list[int](), list[float]()
+        while len(found) < count and places:
+            offset, total = len(found), 0.0
+            weights: dict[int, float] = {}
+            for weight, text, place in places:
+                token = text[place + offset] if place + offset < len(text) else -1
+                if token >= 0:
+                    total += weight
+                    weights[token] = weights.get(token, 0.0) + weight
+            if not weights:
+                break
+            best = max(weights, key=weights.__getitem__)  # of equals the first
+            found.append(best)
+            shares.append(weights[best] / (total + constants.NOVELTIES[min(offset, constants.MAX_MATCH)]))
+            places = [
+                each for each in places if each[2] + offset < len(each[1]) and each[1][each[2] + offset] == best
+            ]
+        return found, shares
+
     # Sources: each returns the evidence for the token after `context`, the tokens up to and including a node.
 
     def _two_tokens(self, context: list[int], depth: int) -> list[Place]:

@@ -131,6 +131,10 @@ class SequenceState:
         """64-bit digest of the request and every token committed so far, the same on all ranks."""
         return self._committed.value
 
+    def continuation(self, tokens: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+        """As Drafter.continuation; nothing on a rank that has not drafted the sequence."""
+        return self.drafter.continuation(tokens, count) if self.drafter is not None else ([], [])
+
     def build(self, max_depth: int, request: DraftRequest) -> Draft:
         """Draft the next tree: the Jacobi window if it runs, and drafts as requested, none deeper than `max_depth`."""
         drafter = self.drafter or self._begin_drafting()

@@ -61,7 +61,9 @@ def look_ahead(
         model.self_drafter.learn(row.slot, len(request.tokens), emitted)
         if each.is_end:
             endings.append((each, ending_of(request, row, each, emitted)))
-    if not model.self_drafter.begin([ending for _, ending in endings]):
+    begun = {ending.slot for ending in model.self_drafter.begin([ending for _, ending in endings])}
+    endings = [(each, ending) for each, ending in endings if ending.slot in begun]
+    if not endings:
         return Ahead(blocks)
     moves = [
         (each.place, entry, place) for each, _ in endings for place, entry in enumerate(each.entries) if entry != place
@@ -82,4 +84,10 @@ def ending_of(request: Request, row: Row, followed: Followed, emitted: list[int]
     processors = pure(request.processors)
     tokens = [*request.tokens, *emitted] if processors is not None else []
     num_cached = row.num_cached + len(followed.entries)
-    return Ending(row.slot, num_cached, followed.bonus, request.params, most, ends, processors, tokens)
+    state = request.running
+
+    def continuation(chain: Sequence[int], count: int) -> tuple[Sequence[int], Sequence[float]]:
+        return state.continuation([*emitted, *chain], count)
+
+    known = row.slot, num_cached, followed.bonus, request.params, most, ends, processors, tokens
+    return Ending(*known, continuation)

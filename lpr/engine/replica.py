@@ -47,7 +47,7 @@ from lpr.engine.times_file import StartTimes
 from lpr.engine.turns import Turns
 from lpr.model.heads.guesses import num_entries, num_guesses
 from lpr.model.loader import Loaded
-from lpr.model.self_draft import MOST_PASSES, NUM_GUESSES
+from lpr.model.self_draft import NUM_GUESSES, NUM_ROWS
 from lpr.model.watch import Watch
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
@@ -378,7 +378,7 @@ class Replica(StepHooks):
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         num_ahead = sizes.evaluated_capacity(self.comm.size if self.comm.membership is None else 1)
         if sizes.num_guesses:
-            num_ahead += max(num_entries(sizes.num_guesses), MOST_PASSES)
+            num_ahead += max(num_entries(sizes.num_guesses), NUM_ROWS)
         longest = longest_sequence(self.loaded, decode)
         needs = PoolNeeds.of(self.model, self.like, decode, self.options, longest, num_ahead, self.comm)
         num_snapshots = SNAPSHOTS_PER_SLOT * decode.max_batch_size if self.options.prefix_reuse else 0

@@ -150,7 +150,8 @@ class TreeModel:
     def use_copy(self, copy: Callable[..., Any], like: KVCache) -> None:
         """Let `copy` draft after each step; raises any error of one that does not fit. `like` is the check's cache."""
         drafter = SelfDrafter(self.adapter, copy)
-        drafter.draft([Ending(0, 3, 1, SamplingParams(), 2)], like)
+        for _ in range(2):  # the first one sets libraries up
+            drafter.draft([Ending(0, 3, 1, SamplingParams(), 2)], like)
         self.self_drafter = drafter
 
     def draft(self, endings: Sequence[Ending]) -> None:

@@ -194,7 +194,7 @@ class Ranks:
             while token >= 0 and (child := tree_.find(end, token)) >= 0:
                 end, token = child, int(results[index][child, 0])
             for draft in drafts:
-                guesses = HeadDraft()
+                guesses = HeadDraft(is_copy=self.random.random() < 0.5)
                 for _ in range(self.random.randrange(self.plan.sizes.num_guesses + 2)):
                     parent, steps = self.random.randrange(len(guesses.tokens)), self.random.randrange(PROBABILITY_STEPS)
                     guesses.add(parent, self.random.randrange(self.plan.vocabulary), steps)
