@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from lpr.model.cpu.products import prepack
-from lpr.model.fused.decoder_layer import join_layers, layer_of
+from lpr.model.fused.decoder_layer import DecoderLayer, join_layers, layer_of
 from lpr.model.fused.elementwise import is_available
-from lpr.model.fused.modules import mlp_of, norm_of
+from lpr.model.fused.modules import GatedMlp, Norm, mlp_of, norm_of
 from lpr.model.packing import has_room_to_pack, pack_projections
 
 
@@ -45,17 +45,29 @@ def accelerate(model: nn.Module) -> Accelerated:
     device = next(model.parameters()).device
     on_gpu = device.type == "cuda"
     num_packs = pack_projections(model, partial(has_room_to_pack, device)) if on_gpu else prepack(model)
-    result = Accelerated(num_packs)
-    if not is_available(device):
-        return result
+    return Accelerated(num_packs, replace_known(model))
+
+
+def replace_known(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """Replace the forwards of what is known of `model`, whose weights are packed; the modules by kind."""
+    modules: dict[str, list[nn.Module]] = {}
+    if not is_available(next(model.parameters()).device):
+        return modules
     for kind, find in (("layers", layer_of), ("mlps", mlp_of), ("norms", norm_of)):
-        inside = {id(part) for layer in result.modules.get("layers", ()) for part in layer.modules()}
+        inside = {id(part) for layer in modules.get("layers", ()) for part in layer.modules()}
         for module in model.modules():
             if id(module) in inside or "forward" in vars(module):
                 continue
             replacement: Any = find(module)
             if replacement is not None:
                 module.forward = replacement
-                result.modules.setdefault(kind, []).append(module)
+                modules.setdefault(kind, []).append(module)
     join_layers(model)
-    return result
+    return modules
+
+
+def restore_known(model: nn.Module) -> None:
+    """Give modules whose forwards `replace_known` has replaced their own."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), DecoderLayer | GatedMlp | Norm):
+            del module.forward

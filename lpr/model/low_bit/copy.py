@@ -1,0 +1,88 @@
+"""A low-bit copy of a model: its linear layers rounded to 8 or 4 bits, all else shared with it.
+
+The copy reads a fraction of the bytes, so a pass takes a fraction of a step's time. It has the model's architecture, so
+it works on the model's own K/V cache: it reads the K/V of committed tokens, and writes rows that the model overwrites.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+
+from lpr.model.cpu.products import PrepackedLinear
+from lpr.model.fused.accelerate import replace_known, restore_known
+from lpr.model.low_bit.products import FORMS, Form, round_linear
+from lpr.model.packing import GROUPS, Pack, PackedLinear
+
+_KINDS = (nn.Linear, PackedLinear, PrepackedLinear)
+
+
+class LowBitCopy(nn.Module):
+    """A model's low-bit copy. It is called as the model is, with the model's cache, and returns the same kind of output."""
+
+    def __init__(self, model: Any, form: Form, num_bytes: int) -> None:
+        super().__init__()
+        self.model = model
+        """The copy as a model of the original's class."""
+        self.form = form
+        self.num_bytes = num_bytes
+        """Bytes of memory that the model itself does not have."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's forward."""
+        return self.model(*args, **kwargs)
+
+
+@torch.no_grad()
+def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCopy:
+    """The copy of `model`, which stays as it is, in `form`; with known layers as few calls, unless not `fuse`.
+
+    `model` may have been accelerated (lpr.model.fused); its weights are unpacked one group at a time.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form {form!r} is none of {', '.join(FORMS)}")
+    shared = {id(each): each for each in _shared(model)}
+    twin = copy.deepcopy(model, dict(shared))
+    restore_known(twin)
+    num_bytes = 0
+    for module in list(twin.modules()):
+        groups = [[getattr(module, name, None) for name in names] for names in GROUPS]
+        for members in [*groups, *([each] for each in module.children())]:
+            if _can_round(members):
+                num_bytes += round_linear(members, form).num_bytes
+    if fuse:
+        replace_known(twin)
+    return LowBitCopy(twin, form, num_bytes)
+
+
+def _shared(model: nn.Module) -> Iterator[Any]:
+    """What the copy has in common with the model: tensors, packed weights and configs."""
+    for module in model.modules():
+        for each in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
+            if isinstance(each, (torch.Tensor, Pack)) or hasattr(each, "_attn_implementation_internal"):
+                yield each
+
+
+def _can_round(members: Sequence[Any]) -> bool:
+    """True for plain layers of one input."""
+    if not all(type(each) in _KINDS and _is_plain(each) for each in members):
+        return False
+    return len({(each.in_features, each.bias is None) for each in members}) == 1
+
+
+def _is_plain(module: Any) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks
+    held = module._parameters.values()
+    return (
+        not any(hooks)
+        and "forward" not in vars(module)
+        and not parametrize.is_parametrized(module)
+        and not any(each is not None and is_traceable_wrapper_subclass(each) for each in held)
+    )

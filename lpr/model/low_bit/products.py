@@ -1,0 +1,108 @@
+"""Linear layers with rounded weights: int8 and fp8 with a scale per output, int4 with scale and minimum per 32 inputs.
+
+Activations stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpr.model.cpu.products import PrepackedLinear
+from lpr.model.packing import Pack
+
+Form = Literal["int8", "int4", "fp8"]
+FORMS: tuple[Form, ...] = get_args(Form)
+GROUP = 32
+"""Inputs that share a scale and a minimum in int4."""
+_LARGEST = {"int8": 127.0, "fp8": 448.0}
+"""Largest value of a form, which the largest weight of a row becomes."""
+
+
+class Rounded:
+    """A weight in a low-bit form, and its product in torch's operators: widened, then multiplied."""
+
+    def __init__(self, weight: Tensor, form: Form) -> None:
+        """Round `weight` [outputs, inputs], of any float dtype."""
+        self.num_outputs, self.num_inputs = weight.shape
+        self.form, wide = form, weight.float()
+        if form == "int4":
+            wide = F.pad(wide, (0, -self.num_inputs % GROUP)).unflatten(1, (-1, GROUP))
+            low, high = wide.aminmax(dim=2, keepdim=True)
+            scale = ((high - low) / 15).clamp(min=1e-12)
+            values = ((wide - low) / scale).round_().clamp_(0, 15).to(torch.uint8).flatten(1)
+            self.values = values[:, ::2] | values[:, 1::2] << 4
+            self.scale, self.low = scale.squeeze(2).bfloat16(), low.squeeze(2).bfloat16()
+            return
+        largest = _LARGEST[form]
+        self.scale = (wide.abs().amax(1) / largest).clamp_(min=1e-30)
+        scaled = wide / self.scale[:, None]
+        self.values = scaled.round_().to(torch.int8) if form == "int8" else scaled.to(torch.float8_e4m3fn)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory."""
+        return sum(each.nbytes for each in vars(self).values() if isinstance(each, Tensor))
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        """The rounded weight [outputs, inputs]."""
+        if self.form != "int4":
+            return (self.values.float() * self.scale[:, None]).to(dtype)
+        values = torch.stack([self.values & 15, self.values >> 4], 2).flatten(1).unflatten(1, (-1, GROUP))
+        wide = values * self.scale.float()[:, :, None] + self.low.float()[:, :, None]
+        return wide.flatten(1)[:, : self.num_inputs].to(dtype)
+
+    def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
+        """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs]."""
+        return F.linear(given, self.to_dense(given.dtype), bias)
+
+
+class LowBitPack(Pack):
+    """The rounded weights of one or more linear layers of the same input."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], form: Form) -> None:
+        """Round `weight` [sum of sizes, inputs]; `bias` [sum of sizes] stays; the members have `sizes` outputs."""
+        self.sizes, self.dtype, self.bias = list(sizes), weight.dtype, bias
+        self.packed = Rounded(weight, form)
+        self._input: Tensor | None = None
+        self._outputs: Sequence[Tensor] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rounded weights."""
+        return self.packed.num_bytes
+
+    def multiply(self, given: Tensor) -> Tensor:
+        """As Pack.multiply."""
+        return self.packed.multiply(given, self.bias)
+
+    def weight_of(self, place: int) -> Tensor:
+        """The rounded weight [outputs, inputs] of a member."""
+        return self.packed.to_dense(self.dtype).split(self.sizes)[place]
+
+
+class LowBitLinear(PrepackedLinear):
+    """An `nn.Linear` whose weight lies in a `LowBitPack`."""
+
+    pack: LowBitPack  # type: ignore[assignment]
+
+
+def round_linear(members: Sequence[nn.Linear], form: Form) -> LowBitPack:
+    """Make `members`, linear layers of the same input, low-bit layers of one pack, and return it.
+
+    They lose their parameter `weight`. A `PackedLinear` or `PrepackedLinear` leaves its own pack.
+    """
+    weights = [each.weight.detach() for each in members]
+    biases = [each.bias.detach() for each in members if each.bias is not None]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    bias = (biases[0] if len(biases) == 1 else torch.cat(biases)) if biases else None
+    pack = LowBitPack(weight, bias, [len(each) for each in weights], form)
+    for place, member in enumerate(members):
+        member._parameters.pop("weight", None)
+        member.__class__ = LowBitLinear
+        member.pack, member.place = pack, place  # type: ignore[assignment]
+    return pack
