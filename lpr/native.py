@@ -100,6 +100,7 @@ gate: Callable[..., None] | None = getattr(_extension, "gate", None)
 
 can_tile: Callable[[], bool] | None = getattr(_extension, "can_tile", None)
 can_use_amx: Callable[[], bool] | None = getattr(_extension, "can_use_amx", None)
+use_narrow_vectors: Callable[[bool], None] | None = getattr(_extension, "use_narrow_vectors", None)
 multiply_tiles: Callable[..., None] | None = getattr(_extension, "multiply_tiles", None)
 """Matrix products of a few rows (lpr.model.cpu.tiles), with AVX2 or AVX-512; of bfloat16 by a core's matrix unit if it
 has one (AMX). Elsewhere oneDNN multiplies."""

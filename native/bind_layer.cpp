@@ -5,17 +5,12 @@
 namespace lpr {
 
 #ifdef LPR_HAS_TILES
-using GivenWeight = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t, bool>;  // packed, bias, outputs, inputs, halves
-using GivenNorm = std::tuple<uintptr_t, float, int>;                          // weight, epsilon, weighing
-using Strides = std::pair<int64_t, int64_t>;                                  // of a head, of a row
+using GivenNorm = std::tuple<uintptr_t, float, int>;  // weight, epsilon, weighing
+using Strides = std::pair<int64_t, int64_t>;          // of a head, of a row
 
 struct LayersInOrder {
   std::vector<LayerParts> layers;
 };
-
-PackedWeight weight_of(const GivenWeight& given) {
-  return {std::get<0>(given), std::get<1>(given), std::get<2>(given), std::get<3>(given), std::get<4>(given)};
-}
 #endif
 
 void bind_layer(nb::module_& m) {

@@ -18,12 +18,6 @@ constexpr int64_t kAloneValues = 1 << 13;    // up to which a part runs on the c
 constexpr int64_t kRowsPerItem = 64;         // whose keys and values a thread writes
 constexpr int64_t kAloneProducts = 1 << 18;  // multiplications up to which a product does
 
-struct PackedWeight {
-  uintptr_t packed, bias;  // bias: 0 if there is none
-  int64_t outputs, inputs;
-  bool has_halves;
-};
-
 struct NormWeight {
   uintptr_t weight;
   float epsilon;
@@ -104,9 +98,7 @@ class LayerRun {
   }
 
   void multiply(const PackedWeight& weight, uintptr_t given, uintptr_t out) const {
-    Product product{reinterpret_cast<const char*>(weight.packed), reinterpret_cast<const float*>(weight.bias),
-                    reinterpret_cast<const char*>(given), reinterpret_cast<char*>(out), rows_, weight.outputs, weight.inputs,
-                    weight.has_halves, parts_.is_half};
+    Product product = weight.times(given, out, rows_, parts_.is_half);
     bool is_small = rows_ * weight.outputs * weight.inputs <= kAloneProducts;
     lpr::multiply(product, is_small ? 1 : num_threads_);
   }

@@ -8,6 +8,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 
@@ -33,6 +34,12 @@ struct Product {
   char* out;           // [rows, outputs]
   int64_t rows, outputs, inputs;
   bool has_half_weights, has_half_rows;  // bfloat16; `given` and `out` have one type
+  const float* scales = nullptr;         // of weights of 8 bits (low_bit_products.h), one per output, or null
+  const float* given_scales = nullptr;   // of rows that are rounded to go with them
+
+  int64_t panel_bytes() const {
+    return scales ? kPanel * ((inputs + 3) / 4 * 4) : kPanel * inputs * (has_half_weights ? 2 : 4);
+  }
 };
 
 // What a tile fetches while it multiplies, two lines of 64 bytes a step: another panel from `next` on, or, without one,
@@ -53,6 +60,16 @@ using Tile = void (*)(const Product& product, const char* weights, int64_t row, 
 LPR_WIDE inline void masks_of(int64_t width, __mmask16 masks[2]) {
   masks[0] = static_cast<__mmask16>(width >= 16 ? 0xffff : (1u << width) - 1);
   masks[1] = static_cast<__mmask16>(width >= 32 ? 0xffff : width <= 16 ? 0 : (1u << (width - 16)) - 1);
+}
+
+// Writes 16 outputs from value `at` of the result on.
+LPR_WIDE inline void write_wide(const Product& product, __m512 outputs, int64_t at, __mmask16 mask) {
+  if (product.has_half_rows) {
+    __m256i halves = _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(rounded(reinterpret_cast<Lanes>(outputs)) >> 16));
+    _mm256_mask_storeu_epi16(reinterpret_cast<BFloat*>(product.out) + at, mask, halves);
+  } else {
+    _mm512_mask_storeu_ps(reinterpret_cast<float*>(product.out) + at, mask, outputs);
+  }
 }
 
 template <int R>
@@ -102,13 +119,7 @@ LPR_WIDE void wide_tile(const Product& product, const char* weights, int64_t row
     __m512 bias = from ? _mm512_maskz_loadu_ps(masks[half], from) : _mm512_setzero_ps();
     for (int r = 0; r < R; r++) {
       int64_t at = (row + r) * outputs + first + 16 * half;
-      Lanes sum = reinterpret_cast<Lanes>(from ? _mm512_add_ps(totals[r][half], bias) : totals[r][half]);
-      if (product.has_half_rows) {
-        __m256i rounded_sum = _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(rounded(sum) >> 16));
-        _mm256_mask_storeu_epi16(reinterpret_cast<BFloat*>(product.out) + at, masks[half], rounded_sum);
-      } else {
-        _mm512_mask_storeu_ps(reinterpret_cast<float*>(product.out) + at, masks[half], reinterpret_cast<__m512>(sum));
-      }
+      write_wide(product, from ? _mm512_add_ps(totals[r][half], bias) : totals[r][half], at, masks[half]);
     }
   }
 }
@@ -149,6 +160,21 @@ LPR_WIDE_HALF void pairs_tile(const Product& product, const char* weights, int64
       _mm256_mask_storeu_epi16(out + r * outputs + 16 * half, masks[half], rounded);
     }
   }
+}
+
+// Writes `width` of 32 outputs from value `at` of the result on.
+LPR_NARROW inline void write_narrow(const Product& product, const float* outputs, int64_t at, int64_t width) {
+  if (!product.has_half_rows) {
+    std::memcpy(reinterpret_cast<float*>(product.out) + at, outputs, static_cast<size_t>(width) * sizeof(float));
+    return;
+  }
+  BFloat halves[kPanel];
+  for (int i = 0; i < kPanel; i += kLanes) {
+    Lanes sum;
+    load(sum, outputs + i);
+    store(halves + i, sum);
+  }
+  std::memcpy(reinterpret_cast<BFloat*>(product.out) + at, halves, static_cast<size_t>(width) * sizeof(BFloat));
 }
 
 // 8 weights of input `place` of a step.
@@ -201,18 +227,7 @@ LPR_NARROW void narrow_tile(const Product& product, const char* weights, int64_t
   for (int r = 0; r < R; r++) {
     if (product.bias)
       for (int64_t i = 0; i < width; i++) totals[r][i] += product.bias[first + i];
-    int64_t at = (row + r) * outputs + first;
-    if (product.has_half_rows) {
-      BFloat halves[kPanel];
-      for (int i = 0; i < kPanel; i += kLanes) {
-        Lanes sum;
-        load(sum, totals[r] + i);
-        store(halves + i, sum);
-      }
-      std::memcpy(reinterpret_cast<BFloat*>(product.out) + at, halves, static_cast<size_t>(width) * sizeof(BFloat));
-    } else {
-      std::memcpy(reinterpret_cast<float*>(product.out) + at, totals[r], static_cast<size_t>(width) * sizeof(float));
-    }
+    write_narrow(product, totals[r], (row + r) * outputs + first, width);
   }
 }
 
@@ -229,8 +244,10 @@ template <bool kHasHalves>
 constexpr Tile kNarrowTiles[] = {narrow_tile<1, kHasHalves>, narrow_tile<2, kHasHalves>, narrow_tile<3, kHasHalves>,
                                  narrow_tile<4, kHasHalves>, narrow_tile<5, kHasHalves>, narrow_tile<6, kHasHalves>};
 
+inline std::atomic<bool> is_narrow{false};  // true: as on a processor without AVX-512, for tests
+
 inline bool has_wide_vectors() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+  return !is_narrow.load(std::memory_order_relaxed) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vl");
 }
 inline bool multiplies_pairs() { return has_wide_vectors() && __builtin_cpu_supports("avx512bf16"); }

@@ -9,6 +9,8 @@
 // on the way: the same sums from half the memory.
 #pragma once
 
+#include <tuple>
+
 #include "parallel.h"
 #include "product_tiles.h"
 #include "workspace.h"
@@ -18,6 +20,25 @@ namespace lpr {
 
 constexpr int64_t kNearRows = 126;  // that go past the weights together, and stay in a core's cache
 constexpr int64_t kMostPanels = 8;  // of an item of work
+
+// A weight that is laid out, by its address.
+struct PackedWeight {
+  uintptr_t packed, bias;  // bias: 0 if there is none
+  int64_t outputs, inputs;
+  bool has_halves;
+  uintptr_t scales;  // of weights of 8 bits, else 0
+
+  Product times(uintptr_t given, uintptr_t out, int64_t rows, bool has_half_rows) const {
+    return {reinterpret_cast<const char*>(packed), reinterpret_cast<const float*>(bias),
+            reinterpret_cast<const char*>(given),  reinterpret_cast<char*>(out),
+            rows, outputs, inputs, has_halves, has_half_rows, reinterpret_cast<const float*>(scales)};
+  }
+};
+using GivenWeight = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t, bool, uintptr_t>;  // as Python has it
+
+inline PackedWeight weight_of(const GivenWeight& given) {
+  return std::apply([](auto... each) { return PackedWeight{each...}; }, given);
+}
 
 // Part `index` of `count` equal parts of `whole`.
 inline int64_t edge(int64_t whole, int64_t index, int64_t count) { return whole * index / count; }
@@ -40,7 +61,7 @@ inline void multiply_in_tiles(const Product& product, const TileSet& set, int nu
   int64_t num_tiles = (product.rows + most - 1) / most, most_tiles = kNearRows / most;
   int64_t num_parts = (num_tiles + most_tiles - 1) / most_tiles;
   int64_t size = std::clamp<int64_t>(num_panels / (8 * num_threads), 1, kMostPanels);
-  int64_t panel_bytes = kPanel * product.inputs * (product.has_half_weights ? 2 : 4);
+  int64_t panel_bytes = product.panel_bytes();
   int64_t num_items = (num_panels + size - 1) / size;
   parallel_for(num_parts * num_items, num_threads, [&](int64_t item, int) {
     int64_t part = item / num_items, first = item % num_items * size;

@@ -23,10 +23,16 @@ DEPTH = 32
 _ALONE = 1 << 18
 """Multiplications up to which a product runs on the calling thread."""
 
+DTYPES = torch.float32, torch.bfloat16
+"""Of rows."""
+Address = tuple[int, int, int, int, bool, int]
+"""For native.DecoderLayer: where a weight and its bias lie (0: no bias), the numbers of outputs and inputs, True if the
+weight is bfloat16, and where the scales of a weight in int8 lie (0: it has none)."""
+
 
 def can_tile(dtype: torch.dtype, num_inputs: int) -> bool:
     """True if the processor has the instructions."""
-    if native.can_tile is None or dtype not in (torch.float32, torch.bfloat16):
+    if native.can_tile is None or dtype not in DTYPES:
         return False
     return native.can_tile() and not (dtype is torch.bfloat16 and num_inputs % 2)
 
@@ -52,25 +58,63 @@ class Tiles:
         whole = self._panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_outputs, : self.num_inputs]
         return whole.to(self.dtype).contiguous()
 
-    def address(self, bias: Tensor | None) -> tuple[int, int, int, int, bool]:
-        """For native.DecoderLayer: where weight and `bias` (float32) lie, the numbers of outputs and inputs, halves."""
+    def address(self, bias: Tensor | None) -> Address:
+        """Where weight and `bias` [outputs] in float32 lie."""
         places = self._panels.data_ptr(), 0 if bias is None else bias.data_ptr()
-        return *places, self.num_outputs, self.num_inputs, self._has_halves
+        return *places, self.num_outputs, self.num_inputs, self._has_halves, 0
 
     def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
         if given.dtype is not self.dtype or given.shape[-1] != self.num_inputs:
             raise TypeError(f"{given.dtype} {[*given.shape]} is multiplied by {self.dtype} of {self.num_inputs} inputs")
-        given = given.contiguous()
-        out = given.new_empty(*given.shape[:-1], self.num_outputs)
-        rows = given.numel() // self.num_inputs
-        assert native.multiply_tiles is not None
-        native.multiply_tiles(
-            self._panels.data_ptr(), 0 if bias is None else bias.data_ptr(), given.data_ptr(), out.data_ptr(), rows,
-            self.num_outputs, self.num_inputs, self._has_halves, self.dtype is torch.bfloat16,
-            team_size() if rows * self.num_outputs * self.num_inputs > _ALONE else 1,
-        )  # fmt: skip
-        return out
+        return multiply_at(self.address(bias), given)
+
+
+class Int8Tiles:
+    """A weight of int8 in panels, with a scale per output. Rows are rounded to 16 bits on the way."""
+
+    def __init__(self, values: Tensor, scale: Tensor) -> None:
+        """Lay out `values` [outputs, inputs] of int8 with `scale` [outputs]; for processors with `can_tile`."""
+        self.num_outputs, self.num_inputs = values.shape
+        whole = F.pad(values, (0, -self.num_inputs % 4, 0, -self.num_outputs % PANEL))
+        self._panels = in_huge_pages(whole.view(torch.int16).unflatten(0, (-1, PANEL)).transpose(1, 2))
+        self.scale = scale.float().contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory."""
+        return self._panels.nbytes + self.scale.nbytes
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        """A copy of the weight [outputs, inputs]."""
+        whole = self._panels.transpose(1, 2).contiguous().view(torch.int8).flatten(0, 1)
+        values = whole[: self.num_outputs, : self.num_inputs]
+        return (values.float() * self.scale[:, None]).to(dtype)
+
+    def address(self, bias: Tensor | None) -> Address:
+        """Where weight and `bias` [outputs] in float32 lie."""
+        bias_at = 0 if bias is None else bias.data_ptr()
+        return self._panels.data_ptr(), bias_at, self.num_outputs, self.num_inputs, False, self.scale.data_ptr()
+
+    def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
+        """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
+        if given.dtype not in DTYPES or given.shape[-1] != self.num_inputs:
+            raise TypeError(f"{given.dtype} {[*given.shape]} is multiplied by int8 of {self.num_inputs} inputs")
+        return multiply_at(self.address(bias), given)
+
+
+def multiply_at(address: Address, given: Tensor) -> Tensor:
+    """The product [..., outputs] of `given` [..., inputs] with the weight at `address`."""
+    _, _, num_outputs, num_inputs, *_ = address
+    given = given.contiguous()
+    out = given.new_empty(*given.shape[:-1], num_outputs)
+    rows = given.numel() // num_inputs
+    assert native.multiply_tiles is not None
+    native.multiply_tiles(
+        address, given.data_ptr(), out.data_ptr(), rows, given.dtype is torch.bfloat16,
+        team_size() if rows * num_outputs * num_inputs > _ALONE else 1,
+    )  # fmt: skip
+    return out
 
 
 def _halves(weight: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lpr import native
-from lpr.model.cpu.tiles import Tiles
+from lpr.model.cpu.tiles import Int8Tiles, Tiles
 from lpr.model.fused.elementwise import norm_heads, rotate
 from lpr.model.fused.modules import GatedMlp, Norm, OwnForward, in_step, mlp_of, norm_of, pack_of
 from lpr.model.fused.probe import is_decoder_layer
@@ -220,7 +220,7 @@ def _whole(layer: DecoderLayer) -> Any:
         return None
     dim, addresses = attention.head_dim, []
     for pack in (layer.qkv, layer.out, mlp.gate_up, mlp.down):
-        if isinstance(packed := getattr(pack, "packed", None), Tiles):
+        if isinstance(packed := getattr(pack, "packed", None), Tiles | Int8Tiles):
             addresses.append(packed.address(pack.bias))
     if len(addresses) < 4 or keys != values or queries % dim or keys % dim:
         return None

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpr.model.cpu.products import PrepackedLinear
+from lpr.model.cpu.tiles import Int8Tiles, can_tile
 from lpr.model.packing import Pack
 
 Form = Literal["int8", "int4", "fp8"]
@@ -67,7 +68,10 @@ class LowBitPack(Pack):
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], form: Form) -> None:
         """Round `weight` [sum of sizes, inputs]; `bias` [sum of sizes] stays; the members have `sizes` outputs."""
         self.sizes, self.dtype, self.bias = list(sizes), weight.dtype, bias
-        self.packed = Rounded(weight, form)
+        self.packed: Rounded | Int8Tiles = Rounded(weight, form)
+        if form == "int8" and weight.device.type == "cpu" and can_tile(weight.dtype, 2):
+            self.packed = Int8Tiles(self.packed.values, self.packed.scale)
+            self.bias = bias.float() if bias is not None else None
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] = ()
 

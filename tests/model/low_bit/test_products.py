@@ -1,0 +1,160 @@
+"""Products with rounded weights: right at every shape, the same bits at every height, with threads and without AVX-512."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lpr import native
+from lpr.model.cpu import tiles
+from lpr.model.cpu.products import PrepackedLinear, prepack
+from lpr.model.cpu.tiles import Int8Tiles, Tiles, can_tile
+from lpr.model.low_bit.products import FORMS, Form, LowBitLinear, Rounded, round_linear
+from lpr.model.packing import pack_projections
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(1, 1), (5, 3), (33, 8), (100, 34), (64, 576), (96, 1537), (31, 512), (40, 2050)]
+HEIGHTS = (*range(1, 34), 126, 127, 200)
+ERRORS = {"int8": 0.5 / 127, "fp8": 2.0**-4, "int4": 0.55 / 15}
+"""The largest error of a weight: over the largest of its row, of itself in fp8, over the range of its group in int4."""
+
+
+@pytest.fixture(params=["widest vectors", "AVX2"])
+def vectors(request: pytest.FixtureRequest) -> Iterator[str]:
+    if native.use_narrow_vectors is None or not can_tile(torch.float32, 2):
+        pytest.skip("this machine allows no tiles")
+    native.use_narrow_vectors(request.param == "AVX2")
+    yield request.param
+    native.use_narrow_vectors(False)
+
+
+def int8_of(num_out: int, num_in: int) -> tuple[Int8Tiles, Tensor]:
+    """A random weight, laid out and dense in float64; its extreme values are among it."""
+    values = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8)
+    values[0], scale = 127, torch.rand(num_out) + 0.01
+    return Int8Tiles(values, scale), values.double() * scale.double()[:, None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_out", "num_in"), SHAPES)
+def test_products_beside_float64(num_out: int, num_in: int, dtype: torch.dtype, vectors: str) -> None:
+    torch.manual_seed(num_out)
+    packed, weight = int8_of(num_out, num_in)
+    assert torch.equal(packed.to_dense(torch.float32), weight.float())
+    bias = torch.randn(num_out)
+    rows = torch.randn(2, 100, num_in)
+    rows[0, 3], rows[1, 7] = 5.0, 0.0  # the largest sums of all, and none
+    rows = rows.to(dtype)
+    expected = rows.double() @ weight.T + bias
+    found = packed.multiply(rows, bias)
+    assert found.dtype is dtype and found.shape == expected.shape
+    levels = rows.double().abs().amax(2, keepdim=True) * 2.0**-16 * weight.abs().sum(1)  # if all were rounded one way
+    rounding = (2.0**-8 if dtype is torch.bfloat16 else 1e-6) * expected.abs()
+    assert ((found - expected).abs() <= levels + rounding + 1e-5).all()
+    assert not torch.equal(packed.multiply(rows, None), found), "the bias counts"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_at_every_height_with_any_threads_and_vectors(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native.use_narrow_vectors is None or not can_tile(torch.float32, 2):
+        pytest.skip("this machine allows no tiles")
+    (packed, _), rows, full = int8_of(70, 1100), torch.randn(210, 1100).to(dtype), Tiles(torch.randn(70, 1100))
+    wholes = []
+    for narrow in (False, True):
+        native.use_narrow_vectors(narrow)
+        try:
+            whole = packed.multiply(rows, None)
+            wholes.append((whole, full.multiply(rows.float(), None)))
+            for height in HEIGHTS:
+                assert torch.equal(packed.multiply(rows[9 : 9 + height], None), whole[9 : 9 + height])
+            for count in (1, 2):
+                monkeypatch.setattr(tiles, "team_size", lambda count=count: count)
+                assert torch.equal(packed.multiply(rows, None), whole)
+        finally:
+            native.use_narrow_vectors(False)
+    assert all(map(torch.equal, *wholes)), "low-bit and full products have the same bits with AVX2"
+
+
+def test_each_part_of_a_row_has_a_scale_of_its_own(vectors: str) -> None:
+    """One huge value costs the precision of its own 512 inputs alone."""
+    packed, weight = int8_of(32, 1024)
+    rows = torch.randn(1, 1024)
+    rows[0, 700] = 1e6
+    weight[:, 700:701].zero_()
+    packed = Int8Tiles((weight / packed.scale[:, None]).round().to(torch.int8), packed.scale)
+    expected = rows.double()[:, :512] @ weight[:, :512].T
+    rows[0, 512:700] = rows[0, 701:] = 0.0
+    assert torch.allclose(packed.multiply(rows, None).double(), expected, atol=1.0)
+
+
+def test_values_that_are_not_finite_show(vectors: str) -> None:
+    packed, _ = int8_of(40, 600)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        rows = torch.randn(3, 600)
+        rows[1, 599] = bad
+        found = packed.multiply(rows, None)
+        assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+
+
+def test_what_does_not_fit_is_refused(vectors: str) -> None:
+    packed, _ = int8_of(8, 6)
+    with pytest.raises(TypeError, match="float64"):
+        packed.multiply(torch.randn(1, 6).double(), None)
+    with pytest.raises(TypeError, match="of 6 inputs"):
+        packed.multiply(torch.randn(1, 8), None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("num_out", "num_in"), SHAPES)
+def test_rounding(num_out: int, num_in: int, form: Form) -> None:
+    torch.manual_seed(num_in)
+    weight = torch.randn(num_out, num_in)
+    weight[0] = 0.0
+    weight[-1] *= 1e-4
+    found = Rounded(weight, form).to_dense(torch.float32)
+    size = {"int8": weight.abs().amax(1, keepdim=True), "fp8": weight.abs() + weight.abs().amax(1, keepdim=True) / 448 / 32}.get(form)
+    if size is None:
+        groups = torch.nn.functional.pad(weight, (0, -num_in % 32)).unflatten(1, (-1, 32))
+        size = (groups.amax(2) - groups.amin(2)).repeat_interleave(32, 1)[:, :num_in]
+        size = size + 0.3 * groups.abs().amax(2).repeat_interleave(32, 1)[:, :num_in] / 15  # scales are bfloat16
+    assert found.shape == weight.shape and ((found - weight).abs() <= ERRORS[form] * size * 1.01 + 1e-9).all()
+    assert not torch.equal(found, weight) or num_in == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layers_of_a_pack(form: Form, dtype: torch.dtype, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(40, size, bias=has_bias).to(dtype) for size in (24, 8, 9)]
+    rows, weights = torch.randn(3, 40).to(dtype), [layer.weight.detach().clone() for layer in layers]
+    with torch.no_grad():
+        full = [layer(rows) for layer in layers]
+        pack = round_linear(layers, form)
+        found = [layer(rows) for layer in layers]
+        expected = [nn.functional.linear(rows, layer.weight, layer.bias) for layer in layers]
+    assert all(type(layer) is LowBitLinear and not dict(layer.named_parameters()).get("weight") for layer in layers)
+    for layer, one, other, whole, weight in zip(layers, found, expected, full, weights, strict=True):
+        assert layer.weight.shape == weight.shape and layer.weight.dtype is dtype
+        assert torch.allclose(one.float(), other.float(), atol=2e-2 if dtype is torch.bfloat16 else 1e-4)
+        assert not torch.equal(one, whole)
+    assert pack.num_bytes <= (41 * (32 + 2 * 4) if form == "int4" else 64 * (40 + 4))
+
+
+def test_layers_that_are_packed_leave_their_pack() -> None:
+    for pack in (lambda module: prepack(module), lambda module: pack_projections(module)):
+        torch.manual_seed(1)
+        holder = nn.Module()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(holder, name, nn.Linear(16, 8))
+        members = [holder.q_proj, holder.k_proj, holder.v_proj]
+        weight = torch.cat([each.weight.detach().clone() for each in members])
+        pack(holder)
+        made = round_linear(members, "int8")
+        assert all(isinstance(each, PrepackedLinear) and each.pack is made for each in members)
+        assert torch.allclose(torch.cat([each.weight for each in members]), weight, atol=0.51 / 127 * 0.25)
