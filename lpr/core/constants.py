@@ -216,8 +216,8 @@ _PREDICTED = {
 # Guesses know the sampling noise, so their odds need no octaves. How good a head is differs: the start is cautious.
 _HEAD = ((-1.0,) * 5, (0.65,) * 5)
 _PREDICTED |= {(0, Source.HEAD): _HEAD, (0, Source.HEAD + SEVERAL): ((0.3,) * 5, (0.65,) * 5)}
-# Shares of a copy's choices are odds of its own (lpr.model.self_draft): an octave is a third of a logit of margin.
-_PREDICTED |= {(0, Source.COPY): ((-0.4,) * 5, (0.8,) * 5), (0, Source.COPY + SEVERAL): ((0.6,) * 5, (0.8,) * 5)}
+# Shares of a copy's choices and of their runners-up are above and below one half (lpr.model.self_draft).
+_PREDICTED |= {(0, Source.COPY): ((0.0,) * 5, (1.1,) * 5), (0, Source.COPY + SEVERAL): ((1.0,) * 5, (1.1,) * 5)}
 
 
 def _shipped(fit: _Fit) -> tuple[array[float], array[float]]:

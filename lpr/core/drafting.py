@@ -213,9 +213,7 @@ class Drafter:
             best = max(weights, key=weights.__getitem__)  # of equals the first
             found.append(best)
             shares.append(weights[best] / (total + constants.NOVELTIES[min(offset, constants.MAX_MATCH)]))
-            places = [
-                each for each in places if each[2] + offset < len(each[1]) and each[1][each[2] + offset] == best
-            ]
+            places = [each for each in places if each[2] + offset < len(each[1]) and each[1][each[2] + offset] == best]
         return found, shares
 
     # Sources: each returns the evidence for the token after `context`, the tokens up to and including a node.

@@ -5,7 +5,8 @@ in which its guesses travel. They are a small tree. A guess counts at the node o
 tokens, as evidence beside the text's (lpr.core.drafting).
 
 A block of the payload is int32 words, as many for each tree (rule R2): the node that ends the path, the bonus token,
-the number of guesses and whose they are, and per guess its token and a word with its parent's number above its probability.
+the number of guesses and whose they are, and per guess its token and a word with its parent's number above its
+probability.
 """
 
 from __future__ import annotations

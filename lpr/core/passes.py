@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import frexp
+from math import exp, frexp
 
 from lpr.core.step_times import StepTimes
 
@@ -19,17 +19,19 @@ MOST_PASSES = 8
 """Passes after a step at most."""
 NUM_OCTAVES = 16
 """Octaves of odds above 1 that are counted apart."""
-TRUSTED, MEMORY = 8.0, 400.0
+TRUSTED, MEMORY = 4.0, 400.0
 """Trials that the first estimate of an octave counts for, and most that count at all."""
-FIRST, PER_OCTAVE, MOST = 0.5, 0.08, 0.98
-"""The first estimate of the lowest octave, what each further one adds, and the highest."""
+FIRST = [round(1 / (1 + exp(-1.1 * octave)), 3) for octave in range(NUM_OCTAVES)]
+"""The first estimates, as 8 bits of SmolLM2-135M have them."""
 RATE_MEMORY = 0.97
 """What a step still counts for after the next one."""
+FIRST_STEPS = 4
+"""Plain steps that count before the first one, where the times of steps are known."""
 PROBE = 0.004
 """Part of all time that passes may take while none is expected to pay."""
 LEAST_TEXT = 0.4
 """Path probability of a token of the text below which a pass does not evaluate it."""
-FASTER, SLOWER = 0.3, 0.05
+FASTER, SLOWER = 0.5, 0.05
 """Weights of a pass that took less or more than those before: other programs make passes longer, none shorter."""
 
 
@@ -37,11 +39,9 @@ FASTER, SLOWER = 0.3, 0.05
 class Agreement:
     """How often proposals were right, by the octave of their odds."""
 
-    right: list[float] = field(
-        default_factory=lambda: [TRUSTED * min(MOST, FIRST + PER_OCTAVE * octave) for octave in range(NUM_OCTAVES)]
-    )
+    right: list[float] = field(default_factory=lambda: [TRUSTED * first for first in FIRST])
     tried: list[float] = field(default_factory=lambda: [TRUSTED] * NUM_OCTAVES)
-    mean: float = 0.9
+    mean: float = 0.95
     """Of all proposals of late."""
 
     def of(self, share: float) -> float:
@@ -103,7 +103,7 @@ class Passes:
         if num_made >= MOST_PASSES or self._fixed is not None:
             return self._fixed is not None and num_made < min(self._fixed, MOST_PASSES)
         count = len(gains)
-        tokens, ms = self._rates.get(size_of(count), (0.0, 0.0))
+        tokens, ms = self._rate(count)
         if num_made < self._fewest or not self._pass_ms or not ms:
             return True
         took = self._pass_time(num_entries)
@@ -124,9 +124,17 @@ class Passes:
 
     def count_step(self, count: int, tokens: int, ms: float) -> None:
         """Count a step of `count` sequences that emitted `tokens` and took `ms` milliseconds, passes included."""
-        rate = self._rates.setdefault(size_of(count), [0.0, 0.0])
+        rate = self._rate(count)
         rate[:] = RATE_MEMORY * rate[0] + tokens, RATE_MEMORY * rate[1] + ms
         self._idle_ms += ms
+
+    def _rate(self, count: int) -> list[float]:
+        """Tokens and milliseconds of late, of about as many sequences."""
+        size = size_of(count)
+        if size not in self._rates:
+            first = FIRST_STEPS if self._times is not None else 0
+            self._rates[size] = [first * float(size), first * self._time(size, size) if first else 0.0]
+        return self._rates[size]
 
     def _pass_time(self, num_entries: int) -> float:
         """Milliseconds of a pass; where none as large was made, by others and the times of steps."""

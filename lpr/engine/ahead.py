@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from lpr.core.heads import block_words
+from lpr.core.step_times import StepTimes
 from lpr.engine.guesses import Followed, follow_all, guess
-from lpr.engine.request import Request
+from lpr.engine.request import Outcome, Request
 from lpr.model.inputs import Row
 from lpr.model.runner import TreeModel
 from lpr.model.self_draft import Ending, pure
@@ -91,3 +92,16 @@ def ending_of(request: Request, row: Row, followed: Followed, emitted: list[int]
 
     known = row.slot, num_cached, followed.bonus, request.params, most, ends, processors, tokens
     return Ending(*known, continuation)
+
+
+def begin_passes(model: TreeModel, batch: Sequence[Request], times: StepTimes | None) -> None:
+    """Let a copy know of the step of `batch` that begins."""
+    if model.self_drafter is not None and batch:
+        model.self_drafter.passes.begin_step(times, max([len(request.tokens) for request in batch]))
+
+
+def count_passes(model: TreeModel, outcomes: Sequence[Outcome], ms: float, longest_tree: int) -> None:
+    """Count what a step of `ms` milliseconds has brought; one that evaluated a prompt does not count."""
+    if model.self_drafter is not None and max(outcomes[0].num_entries) <= len(outcomes) * longest_tree:
+        num_tokens = sum([len(outcome.concluded.emitted) for outcome in outcomes])
+        model.self_drafter.passes.count_step(len(outcomes), num_tokens, ms)

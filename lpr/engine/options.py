@@ -33,9 +33,9 @@ class EngineOptions:
     tp_backend: Literal["transformers", "deepspeed"] = "transformers"
     """The library that splits the model: transformers by its own plan, or deepspeed, which needs none."""
     self_draft: Literal["auto", "off", "int8", "fp8", "int4"] = "off"
-    """Draft with a copy of the model's weights in so many bits, made at start. It runs while its passes pay, by measured
-    times and agreement. auto: int8, with automatic tree sizes, if there is memory for it. A named form is made in any
-    case, and makes at least one pass a step. Not with --tp, and not for models with recurrent layers."""
+    """Draft with a copy of the model's weights in so many bits, made at start, by as many passes as pay. auto: int8, if
+    there is memory for it and tree sizes are automatic. A named form makes one pass or more in each step. Not with --tp
+    and for models with recurrent layers."""
     costs: Path | StepTimes | None = None
     """JSON table of step times that decide tree sizes, instead of measured ones: makes the steps of a run repeatable.
     Rank 0 reads it for all."""

@@ -163,6 +163,13 @@ def why_no_copy(like: KVCache, comm: Comm) -> str | None:
     return "its recurrent layers keep states that a pass would change" if like.has_states else None
 
 
+def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache, comm: Comm) -> bool:
+    """True if ranks of the mesh may have a copy that drafts; the same on all of them."""
+    if options.self_draft == "off" or why_no_copy(like, comm) is not None:
+        return False
+    return options.self_draft != "auto" or decode.adaptive
+
+
 def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm) -> None:
     """Make a low-bit copy of the model that drafts; raises InputError where a form that is asked for cannot be made."""
     form = "int8" if options.self_draft == "auto" else options.self_draft

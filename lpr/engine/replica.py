@@ -20,6 +20,7 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, is_driver
 from lpr.dist.errors import MeshChangedError, first_line
 from lpr.engine import handover
+from lpr.engine.ahead import begin_passes, count_passes
 from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
@@ -36,7 +37,7 @@ from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
 from lpr.engine.pace import Pace
 from lpr.engine.page_moves import PageClear, PageCopy, PageIn, PageOut, StateCopy
-from lpr.engine.prepare import longest_sequence, prepare, why_no_copy
+from lpr.engine.prepare import longest_sequence, may_draft_itself, prepare
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.scheduler import Schedule, Scheduler
@@ -194,9 +195,7 @@ class Replica(StepHooks):
         begun = {request.admission for request in schedule.decoding}
         waiting = [request for request in self.scheduler.running if request.admission not in begun]
         self.sizer.begin_step(schedule.decoding, schedule.filling, waiting)
-        if self.model.self_drafter is not None and schedule.decoding:
-            longest = max([len(request.tokens) for request in schedule.decoding])
-            self.model.self_drafter.passes.begin_step(self.sizer.times, longest)
+        begin_passes(self.model, schedule.decoding, self.sizer.times)
         # With the length of the shared index, a rank that has learned something else is found at once.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
         plan = StepPlan(schedule.decoding, schedule.filling, self.sizes, digest, num_command_bytes)
@@ -226,10 +225,8 @@ class Replica(StepHooks):
                 self.model.rests = self.pace.rests
                 if self.model.guesser is not None:
                     self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)
-            if self.model.self_drafter is not None:
-                num_tokens = sum([len(outcome.concluded.emitted) for outcome in outcomes])
-                self.model.self_drafter.passes.count_step(len(batch), num_tokens, ms)
-            # A head or a copy takes its time whatever the tree is: counted as the nodes' it would make all of them dearer.
+            count_passes(self.model, outcomes, ms, self.sizes.num_nodes)
+            # A head or copy takes its time whatever the tree is: as the nodes' it would make all of them dearer.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
         for request in self.scheduler.running:
             request.write()
@@ -344,18 +341,12 @@ class Replica(StepHooks):
                     # Automatic sizes seldom spend their limit, and each guess that is followed takes time.
                     most = num_guesses(0 if decode.adaptive else sizes.trie_nodes)
                     sizes, self.model.guesser.num_guesses = replace(sizes, num_guesses=most), most
-                if self._may_draft_itself(decode) and sizes.trie_nodes:
+                if sizes.trie_nodes and may_draft_itself(self.options, decode, self.like, self.comm):
                     sizes = replace(sizes, num_guesses=NUM_GUESSES)
                 self._set_up(decode, sizes, times, self.comm, keep_drafts)
                 return
             except MeshChangedError:  # on all survivors alike, which begin again
                 self.adopt_mesh()
-
-    def _may_draft_itself(self, decode: DecodeConfig) -> bool:
-        """True if a rank of the mesh may have a copy that drafts: the same on all of them."""
-        if self.options.self_draft == "off" or why_no_copy(self.like, self.comm) is not None:
-            return False
-        return self.options.self_draft != "auto" or decode.adaptive
 
     def _set_up(
         self,

@@ -1,4 +1,4 @@
-"""A model drafts for itself: a low-bit copy of its weights chooses the next tokens, one forward (a *pass*) after another.
+"""A model drafts for itself: a low-bit copy of its weights chooses the next tokens, a forward (a *pass*) for each.
 
 A pass reads the model's own K/V of committed tokens, in the same rows, and writes K/V of drafted tokens to the rows
 behind them. The next step writes over these: it evaluates the last committed token and every drafted one with the
@@ -72,7 +72,7 @@ class Ending:
     chain: list[int] = field(default_factory=list)
     """The copy's choices."""
     shares: list[float] = field(default_factory=list)
-    """How sure the copy was of each: its share of the squared odds among the likeliest tokens."""
+    """How sure the copy was of each, from 1/2 up: one half of the share of its squared odds, and one half."""
     text: list[int] = field(default_factory=list)
     """What the text has behind the chain, as far as the next pass evaluates it."""
     text_shares: list[float] = field(default_factory=list)
@@ -122,10 +122,10 @@ class Ending:
         squares = [each * each for each in odds]
         whole = sum(squares) or 1.0
         shares = {token: square / whole for token, square in zip(tokens, squares, strict=True)}
-        above, share = self._parent, shares.pop(chosen, 0.5)
+        above, share = self._parent, 0.5 + shares.pop(chosen, 0.0) / 2
         self._parent = self.draft.add(above, chosen, min(int(share * PROBABILITY_STEPS), PROBABILITY_STEPS - 1))
         for token, other in [pair for pair in shares.items() if pair[1] >= LEAST][:SIBLINGS]:
-            self.draft.add(above, token, int(other * PROBABILITY_STEPS))
+            self.draft.add(above, token, int(other / 2 * PROBABILITY_STEPS))
         self.chain.append(chosen)
         self.shares.append(share)
 

@@ -53,7 +53,9 @@ def fixed(engine: Engine, passes: int = 4) -> Engine:
     return engine
 
 
-def drafting(decode: DecodeConfig = DECODE, form: str = "int8", model: PreTrainedModel | None = None, **more: Any) -> Engine:
+def drafting(
+    decode: DecodeConfig = DECODE, form: str = "int8", model: PreTrainedModel | None = None, **more: Any
+) -> Engine:
     return fixed(Engine.from_model(model or model_of(), decode=decode, self_draft=form, **more))
 
 
@@ -185,7 +187,9 @@ def test_families(model_type: str) -> None:
 
 
 def test_a_model_with_states_rests_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of("bamba", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, attn_layer_indices=[1])
+    model = model_of(
+        "bamba", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, attn_layer_indices=[1]
+    )
     with caplog.at_level(logging.WARNING):
         engine = Engine.from_model(model, decode=DECODE, self_draft="int8")
     assert engine.model.self_drafter is None and engine.sizes.num_guesses == 0

@@ -324,6 +324,8 @@ def draft_along(core: Any, seed: int, capacity: int, vocabulary: int) -> list[An
         text += [*(tree.tokens[node] for node in path[1:]), random_.choice(again)]
         drafter.observe(text[-len(path) :])
         record.append([see_tree(tree), [float(each).hex() for each in probabilities], path])
+        found, shares = drafter.continuation(random_.choice([again[:3], []]), random_.choice([1, 8]))
+        record.append([list(found), [each.hex() for each in shares]])
         record.append([list(shared.history()), len(shared), shared.num_entries])
     loaded = core.SuffixIndex.from_history(np.array(shared.history(), np.int32), capacity)
     record.append([list(loaded.history()), loaded.capacity_tokens])
