@@ -7,7 +7,7 @@
 #pragma once
 
 #include "amx.h"
-#include "low_bit_products.h"
+#include "int4_products.h"
 #include "products.h"
 #include "workspace.h"
 
@@ -167,7 +167,7 @@ inline void multiply_by_tiles(const Product& product, int num_threads) {
 
 // The product by the best instructions of this processor.
 inline void multiply(const Product& product, int num_threads) {
-  if (product.scales) return multiply_low_bits(product, num_threads);
+  if (product.bits) return product.bits == 4 ? multiply_int4(product, num_threads) : multiply_low_bits(product, num_threads);
   if (!product.has_half_rows) return multiply_floats(product, num_threads);
   if (can_use_amx()) return multiply_by_tiles(product, num_threads);
   multiplies_pairs() ? multiply_in_tiles(product, pairs_tiles(), num_threads) : multiply_floats(product, num_threads);

@@ -17,8 +17,6 @@ constexpr float kMostLevels = 32767.0f;           // of a row's values
 constexpr int64_t kAloneRounding = 1 << 15;  // values that one thread rounds
 static_assert(kSummed * 32767 * 127 < (int64_t{1} << 31), "a sum fits");
 
-// Inputs as they lie, with zeros behind the last.
-inline int64_t padded_inputs(int64_t inputs) { return (inputs + 3) / 4 * 4; }
 inline int64_t num_blocks(int64_t inputs) { return (inputs + kSummed - 1) / kSummed; }
 
 // Rounds up to kSummed values, a multiple of 16 of which lie at `from`; returns their scale, NaN if one is not finite.
@@ -187,8 +185,10 @@ constexpr Tile kWideLowBitTiles[] = {
 constexpr Tile kNarrowLowBitTiles[] = {narrow_low_bit_tile<1>, narrow_low_bit_tile<2>, narrow_low_bit_tile<3>,
                                        narrow_low_bit_tile<4>, narrow_low_bit_tile<5>, narrow_low_bit_tile<6>};
 
+inline bool multiplies_low_bits() { return has_wide_vectors() && __builtin_cpu_supports("avx512vnni"); }
+
 inline TileSet low_bit_tiles() {
-  if (has_wide_vectors() && __builtin_cpu_supports("avx512vnni")) return {kWideLowBitTiles, kWideRows};
+  if (multiplies_low_bits()) return {kWideLowBitTiles, kWideRows};
   return {kNarrowLowBitTiles, kNarrowRows};
 }
 

@@ -27,6 +27,13 @@ constexpr int64_t kStepBytes = 128;  // of weights that a step multiplies: 32 fl
 constexpr int64_t kAhead = 64;       // steps that weights are fetched ahead
 constexpr int64_t kSummed = 512;     // inputs of a sum: in one of many thousands, errors add up
 
+// How low-bit weights lie: with zeros behind the inputs to a multiple of 4, or with 4 bits in groups.
+constexpr int64_t kGroup = 32;  // inputs
+constexpr int64_t kGroupFactBytes = 4 * kPanel;
+constexpr int64_t kGroupBytes = kGroupFactBytes + kPanel * kGroup / 2;
+inline int64_t padded_inputs(int64_t inputs) { return (inputs + 3) / 4 * 4; }
+inline int64_t num_groups(int64_t inputs) { return (inputs + kGroup - 1) / kGroup; }
+
 struct Product {
   const char* packed;  // weights: float [panels][inputs][32], or bfloat16 [panels][inputs / 2][32][2]
   const float* bias;   // or null
@@ -34,11 +41,13 @@ struct Product {
   char* out;           // [rows, outputs]
   int64_t rows, outputs, inputs;
   bool has_half_weights, has_half_rows;  // bfloat16; `given` and `out` have one type
-  const float* scales = nullptr;         // of weights of 8 bits (low_bit_products.h), one per output, or null
+  int bits = 0;                          // of low-bit weights (low_bit_products.h, int4_products.h), 8 or 4
+  const float* scales = nullptr;         // of weights of 8 bits, one per output
   const float* given_scales = nullptr;   // of rows that are rounded to go with them
 
   int64_t panel_bytes() const {
-    return scales ? kPanel * ((inputs + 3) / 4 * 4) : kPanel * inputs * (has_half_weights ? 2 : 4);
+    if (bits == 8) return kPanel * padded_inputs(inputs);
+    return bits == 4 ? num_groups(inputs) * kGroupBytes : kPanel * inputs * (has_half_weights ? 2 : 4);
   }
 };
 

@@ -25,16 +25,16 @@ constexpr int64_t kMostPanels = 8;  // of an item of work
 struct PackedWeight {
   uintptr_t packed, bias;  // bias: 0 if there is none
   int64_t outputs, inputs;
-  bool has_halves;
+  int bits;          // of a weight
   uintptr_t scales;  // of weights of 8 bits, else 0
 
   Product times(uintptr_t given, uintptr_t out, int64_t rows, bool has_half_rows) const {
     return {reinterpret_cast<const char*>(packed), reinterpret_cast<const float*>(bias),
             reinterpret_cast<const char*>(given),  reinterpret_cast<char*>(out),
-            rows, outputs, inputs, has_halves, has_half_rows, reinterpret_cast<const float*>(scales)};
+            rows, outputs, inputs, bits == 16, has_half_rows, bits > 8 ? 0 : bits, reinterpret_cast<const float*>(scales)};
   }
 };
-using GivenWeight = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t, bool, uintptr_t>;  // as Python has it
+using GivenWeight = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t, int, uintptr_t>;  // as Python has it
 
 inline PackedWeight weight_of(const GivenWeight& given) {
   return std::apply([](auto... each) { return PackedWeight{each...}; }, given);

@@ -25,9 +25,9 @@ _ALONE = 1 << 18
 
 DTYPES = torch.float32, torch.bfloat16
 """Of rows."""
-Address = tuple[int, int, int, int, bool, int]
-"""For native.DecoderLayer: where a weight and its bias lie (0: no bias), the numbers of outputs and inputs, True if the
-weight is bfloat16, and where the scales of a weight in int8 lie (0: it has none)."""
+Address = tuple[int, int, int, int, int, int]
+"""For native.DecoderLayer: where a weight and its bias lie (0: no bias), the numbers of outputs, inputs and bits, and
+where the scales of a weight in int8 lie (0: it has none)."""
 
 
 def can_tile(dtype: torch.dtype, num_inputs: int) -> bool:
@@ -61,45 +61,12 @@ class Tiles:
     def address(self, bias: Tensor | None) -> Address:
         """Where weight and `bias` [outputs] in float32 lie."""
         places = self._panels.data_ptr(), 0 if bias is None else bias.data_ptr()
-        return *places, self.num_outputs, self.num_inputs, self._has_halves, 0
+        return *places, self.num_outputs, self.num_inputs, 16 if self._has_halves else 32, 0
 
     def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
         if given.dtype is not self.dtype or given.shape[-1] != self.num_inputs:
             raise TypeError(f"{given.dtype} {[*given.shape]} is multiplied by {self.dtype} of {self.num_inputs} inputs")
-        return multiply_at(self.address(bias), given)
-
-
-class Int8Tiles:
-    """A weight of int8 in panels, with a scale per output. Rows are rounded to 16 bits on the way."""
-
-    def __init__(self, values: Tensor, scale: Tensor) -> None:
-        """Lay out `values` [outputs, inputs] of int8 with `scale` [outputs]; for processors with `can_tile`."""
-        self.num_outputs, self.num_inputs = values.shape
-        whole = F.pad(values, (0, -self.num_inputs % 4, 0, -self.num_outputs % PANEL))
-        self._panels = in_huge_pages(whole.view(torch.int16).unflatten(0, (-1, PANEL)).transpose(1, 2))
-        self.scale = scale.float().contiguous()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory."""
-        return self._panels.nbytes + self.scale.nbytes
-
-    def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """A copy of the weight [outputs, inputs]."""
-        whole = self._panels.transpose(1, 2).contiguous().view(torch.int8).flatten(0, 1)
-        values = whole[: self.num_outputs, : self.num_inputs]
-        return (values.float() * self.scale[:, None]).to(dtype)
-
-    def address(self, bias: Tensor | None) -> Address:
-        """Where weight and `bias` [outputs] in float32 lie."""
-        bias_at = 0 if bias is None else bias.data_ptr()
-        return self._panels.data_ptr(), bias_at, self.num_outputs, self.num_inputs, False, self.scale.data_ptr()
-
-    def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
-        """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
-        if given.dtype not in DTYPES or given.shape[-1] != self.num_inputs:
-            raise TypeError(f"{given.dtype} {[*given.shape]} is multiplied by int8 of {self.num_inputs} inputs")
         return multiply_at(self.address(bias), given)
 
 

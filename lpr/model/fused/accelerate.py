@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lpr.model.cpu.products import prepack
@@ -45,13 +46,13 @@ def accelerate(model: nn.Module) -> Accelerated:
     device = next(model.parameters()).device
     on_gpu = device.type == "cuda"
     num_packs = pack_projections(model, partial(has_room_to_pack, device)) if on_gpu else prepack(model)
-    return Accelerated(num_packs, replace_known(model))
+    return Accelerated(num_packs, replace_known(model, device))
 
 
-def replace_known(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """Replace the forwards of what is known of `model`, whose weights are packed; the modules by kind."""
+def replace_known(model: nn.Module, device: torch.device) -> dict[str, list[nn.Module]]:
+    """Replace the forwards of what is known of `model` on `device`, whose weights are packed; the modules by kind."""
     modules: dict[str, list[nn.Module]] = {}
-    if not is_available(next(model.parameters()).device):
+    if not is_available(device):
         return modules
     for kind, find in (("layers", layer_of), ("mlps", mlp_of), ("norms", norm_of)):
         inside = {id(part) for layer in modules.get("layers", ()) for part in layer.modules()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lpr import native
-from lpr.model.cpu.tiles import Int8Tiles, Tiles
+from lpr.model.cpu.tiles import Address
 from lpr.model.fused.elementwise import norm_heads, rotate
 from lpr.model.fused.modules import GatedMlp, Norm, OwnForward, in_step, mlp_of, norm_of, pack_of
 from lpr.model.fused.probe import is_decoder_layer
@@ -181,6 +181,40 @@ def join_layers(model: nn.Module) -> None:
             layers[0].begin(layers)
 
 
+class LayersAsOne(nn.Module):
+    """Layers that one call computes, in the place of all of them: a pass spares the calls of those that do nothing."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._calls: list[DecoderLayer] = [vars(each)["forward"] for each in layers]
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks its layers for, such as the kind of attention, all of them have in common."""
+        return vars(self)["_modules"].get(name) or getattr(vars(self)["_modules"]["layers"][0], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As the layers one after the other."""
+        found = self._calls[0](hidden_states, *args, **kwargs)
+        run, step = self._calls[0].run, current_step()
+        assert run is not None
+        if step is None or step.computed < run.layers[-1]:
+            for call in self._calls[1:]:
+                found = call(found, *args, **kwargs)
+        return found
+
+
+def as_one(model: nn.Module) -> None:
+    """Put LayersAsOne in the place of all layers that `join_layers` has joined. The model's state loses their names."""
+    for module in list(model.modules()):
+        for name, stack in module.named_children():
+            if not isinstance(stack, nn.ModuleList) or len(stack) < 2:
+                continue
+            first = vars(stack[0]).get("forward")
+            if isinstance(first, DecoderLayer) and first.run is not None and len(first.run.layers) == len(stack):
+                setattr(module, name, nn.ModuleList([LayersAsOne([*stack])]))
+
+
 def layer_of(module: Any) -> DecoderLayer | None:
     """What computes the decoder layer `module`; None if it is not of a known form, or a part of it is not."""
     attention: Any = getattr(module, "self_attn", None)
@@ -218,10 +252,10 @@ def _whole(layer: DecoderLayer) -> Any:
     attention, mlp, (queries, keys, values) = layer.attention, layer.mlp, layer.qkv.sizes
     if native.DecoderLayer is None or not isinstance(mlp, GatedMlp) or layer.multiplier != 1:
         return None
-    dim, addresses = attention.head_dim, []
+    dim, addresses = attention.head_dim, list[Address]()
     for pack in (layer.qkv, layer.out, mlp.gate_up, mlp.down):
-        if isinstance(packed := getattr(pack, "packed", None), Tiles | Int8Tiles):
-            addresses.append(packed.address(pack.bias))
+        if (address := getattr(getattr(pack, "packed", None), "address", None)) is not None:
+            addresses.append(address(pack.bias))
     if len(addresses) < 4 or keys != values or queries % dim or keys % dim:
         return None
     all_norms = *layer.norms, *(layer.head_norms or ())

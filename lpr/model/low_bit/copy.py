@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 
 from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.fused.accelerate import replace_known, restore_known
+from lpr.model.fused.decoder_layer import as_one
+from lpr.model.low_bit.experts import LowBitExperts, can_round_experts
 from lpr.model.low_bit.products import FORMS, Form, round_linear
 from lpr.model.packing import GROUPS, Pack, PackedLinear
 
@@ -25,7 +27,7 @@ _KINDS = (nn.Linear, PackedLinear, PrepackedLinear)
 
 
 class LowBitCopy(nn.Module):
-    """A model's low-bit copy. It is called as the model is, with the model's cache, and returns the same kind of output."""
+    """A model's low-bit copy, called as the model is and with its cache; it returns the same kind of output."""
 
     def __init__(self, model: Any, form: Form, num_bytes: int) -> None:
         super().__init__()
@@ -53,12 +55,16 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
     restore_known(twin)
     num_bytes = 0
     for module in list(twin.modules()):
-        groups = [[getattr(module, name, None) for name in names] for names in GROUPS]
+        if can_round_experts(module):
+            module.forward = experts = LowBitExperts(module, form)
+            num_bytes += experts.num_bytes
+        groups: list[list[Any]] = [[getattr(module, name, None) for name in names] for names in GROUPS]
         for members in [*groups, *([each] for each in module.children())]:
             if _can_round(members):
                 num_bytes += round_linear(members, form).num_bytes
     if fuse:
-        replace_known(twin)
+        replace_known(twin, model.device)
+        as_one(twin)
     return LowBitCopy(twin, form, num_bytes)
 
 

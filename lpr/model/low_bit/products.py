@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpr.model.cpu.products import PrepackedLinear
-from lpr.model.cpu.tiles import Int8Tiles, can_tile
+from lpr.model.cpu.tiles import can_tile
+from lpr.model.low_bit.tiles import GROUP, Int4Tiles, Int8Tiles
 from lpr.model.packing import Pack
 
 Form = Literal["int8", "int4", "fp8"]
 FORMS: tuple[Form, ...] = get_args(Form)
-GROUP = 32
-"""Inputs that share a scale and a minimum in int4."""
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 """Largest value of a form, which the largest weight of a row becomes."""
 
@@ -33,11 +32,11 @@ class Rounded:
         self.form, wide = form, weight.float()
         if form == "int4":
             wide = F.pad(wide, (0, -self.num_inputs % GROUP)).unflatten(1, (-1, GROUP))
-            low, high = wide.aminmax(dim=2, keepdim=True)
-            scale = ((high - low) / 15).clamp(min=1e-12)
-            values = ((wide - low) / scale).round_().clamp_(0, 15).to(torch.uint8).flatten(1)
+            low, high = wide.aminmax(dim=2)
+            self.scale, self.low = ((high - low) / 15).clamp(min=1e-12).bfloat16(), low.bfloat16()
+            steps = (wide - self.low[..., None]) / self.scale[..., None]
+            values = steps.round_().clamp_(0, 15).to(torch.uint8).flatten(1)
             self.values = values[:, ::2] | values[:, 1::2] << 4
-            self.scale, self.low = scale.squeeze(2).bfloat16(), low.squeeze(2).bfloat16()
             return
         largest = _LARGEST[form]
         self.scale = (wide.abs().amax(1) / largest).clamp_(min=1e-30)
@@ -53,9 +52,18 @@ class Rounded:
         """The rounded weight [outputs, inputs]."""
         if self.form != "int4":
             return (self.values.float() * self.scale[:, None]).to(dtype)
-        values = torch.stack([self.values & 15, self.values >> 4], 2).flatten(1).unflatten(1, (-1, GROUP))
-        wide = values * self.scale.float()[:, :, None] + self.low.float()[:, :, None]
+        wide = self._groups() * self.scale.float()[:, :, None] + self.low.float()[:, :, None]
         return wide.flatten(1)[:, : self.num_inputs].to(dtype)
+
+    def _groups(self) -> Tensor:
+        """The values of int4, uint8 [outputs, groups, GROUP]."""
+        return torch.stack([self.values & 15, self.values >> 4], 2).flatten(1).unflatten(1, (-1, GROUP))
+
+    def in_tiles(self) -> Int8Tiles | Int4Tiles:
+        """The weight, of int8 or int4 on a CPU, laid out for products in C++."""
+        if self.form == "int8":
+            return Int8Tiles(self.values, self.scale)
+        return Int4Tiles(self._groups(), self.scale, self.low, self.num_inputs)
 
     def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs]."""
@@ -68,9 +76,9 @@ class LowBitPack(Pack):
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], form: Form) -> None:
         """Round `weight` [sum of sizes, inputs]; `bias` [sum of sizes] stays; the members have `sizes` outputs."""
         self.sizes, self.dtype, self.bias = list(sizes), weight.dtype, bias
-        self.packed: Rounded | Int8Tiles = Rounded(weight, form)
-        if form == "int8" and weight.device.type == "cpu" and can_tile(weight.dtype, 2):
-            self.packed = Int8Tiles(self.packed.values, self.packed.scale)
+        self.packed: Rounded | Int8Tiles | Int4Tiles = Rounded(weight, form)
+        if form != "fp8" and weight.device.type == "cpu" and can_tile(weight.dtype, 2):
+            self.packed = self.packed.in_tiles()
             self.bias = bias.float() if bias is not None else None
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] = ()

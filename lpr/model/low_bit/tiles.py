@@ -1,0 +1,83 @@
+"""Weights of 8 and 4 bits in panels of 32 outputs, for products in C++ (native/low_bit_products.h, int4_products.h)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lpr.model.cpu.memory import in_huge_pages
+from lpr.model.cpu.tiles import DTYPES, PANEL, Address, multiply_at
+
+GROUP = 32
+"""Inputs that share a scale and a minimum in int4."""
+
+
+class _LowBitTiles:
+    """A weight in panels; rows are rounded on the way."""
+
+    bits: int
+    scale: Tensor | None = None
+    """Of the outputs, float32, where they do not lie in the panels."""
+
+    def __init__(self, panels: Tensor, num_outputs: int, num_inputs: int) -> None:
+        self._panels, self.num_outputs, self.num_inputs = in_huge_pages(panels), num_outputs, num_inputs
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory."""
+        return self._panels.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def address(self, bias: Tensor | None) -> Address:
+        """Where weight and `bias` [outputs] in float32 lie."""
+        places = [0 if each is None else each.data_ptr() for each in (self._panels, bias, self.scale)]
+        return places[0], places[1], self.num_outputs, self.num_inputs, self.bits, places[2]
+
+    def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
+        """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
+        if given.dtype not in DTYPES or given.shape[-1] != self.num_inputs:
+            weight = f"int{self.bits} of {self.num_inputs} inputs"
+            raise TypeError(f"{given.dtype} {[*given.shape]} is multiplied by {weight}")
+        return multiply_at(self.address(bias), given)
+
+
+class Int8Tiles(_LowBitTiles):
+    """A weight of int8, with a scale per output."""
+
+    bits = 8
+
+    def __init__(self, values: Tensor, scale: Tensor) -> None:
+        """Lay out `values` [outputs, inputs] of int8 with `scale` [outputs]; for processors with `can_tile`."""
+        whole = F.pad(values, (0, -values.shape[1] % 4, 0, -len(values) % PANEL))
+        super().__init__(whole.view(torch.int16).unflatten(0, (-1, PANEL)).transpose(1, 2), *values.shape)
+        self.scale: Tensor = scale.float().contiguous()
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        """A copy of the weight [outputs, inputs]."""
+        whole = self._panels.transpose(1, 2).contiguous().view(torch.int8).flatten(0, 1)
+        values = whole[: self.num_outputs, : self.num_inputs]
+        return (values.float() * self.scale[:, None]).to(dtype)
+
+
+class Int4Tiles(_LowBitTiles):
+    """A weight of 4 bits, with a scale and a minimum per output and GROUP inputs."""
+
+    bits = 4
+
+    def __init__(self, values: Tensor, scale: Tensor, low: Tensor, num_inputs: int) -> None:
+        """Lay out `values` [outputs, groups, 32] of 0 to 15 with `scale` and `low` [outputs, groups] in bfloat16."""
+        num_outputs, more = len(values), -len(values) % PANEL
+        halves = F.pad(values, (0, 0, 0, 0, 0, more)).unflatten(0, (-1, 2, 16)).unflatten(4, (8, 4))
+        first, second = halves.permute(1, 0, 3, 4, 2, 5)  # [panels, groups, fours of inputs, 16 outputs, 4]
+        facts = [F.pad(each, (0, 0, 0, more)).unflatten(0, (-1, PANEL)).transpose(1, 2) for each in (scale, low)]
+        bytes_of_facts = torch.cat(facts, 2).contiguous().view(torch.uint8)
+        super().__init__(torch.cat([bytes_of_facts, (first | second << 4).flatten(2)], 2), num_outputs, num_inputs)
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        """A copy of the weight [outputs, inputs]."""
+        facts, both = self._panels.split([4 * PANEL, PANEL * GROUP // 2], 2)
+        scale, low = facts.contiguous().view(torch.bfloat16).float().transpose(1, 2).split(PANEL, 1)
+        fours = both.unflatten(2, (8, 16, 4)).permute(0, 3, 1, 2, 4)  # [panels, 16 outputs, groups, fours, 4]
+        values = torch.cat([fours & 15, fours >> 4], 1).flatten(3)
+        whole = (values * scale[..., None] + low[..., None]).flatten(2).flatten(0, 1)
+        return whole[: self.num_outputs, : self.num_inputs].to(dtype)
