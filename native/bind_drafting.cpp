@@ -107,6 +107,7 @@ void bind_drafting(nb::module_& m) {
             return drafter.draft(tree, budget, max_depth, nullptr);
           },
           "tree"_a, "budget"_a, "max_depth"_a = nb::none())
+      .def("continuation", &Drafter::continuation, "tokens"_a, "count"_a)
       .def("learn", &Drafter::learn, "tree"_a, "path"_a, "is_open"_a = false)
       .def("keep_candidates", &keep_candidates, "tree"_a, "path"_a, "candidates"_a, "scores"_a);
 }

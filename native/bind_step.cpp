@@ -122,6 +122,12 @@ void bind_step(nb::module_& m) {
       .def_rw("num_computed_tokens", &BoundState::num_computed_tokens)
       .def_prop_rw("homes", [](const BoundState& state) { return state.homes(); },
                    [](BoundState& state, std::vector<int64_t> ranks) { state.set_homes(std::move(ranks)); })
+      .def(
+          "continuation",
+          [](const BoundState& state, const Tokens& tokens, int count) {
+            return state.drafter ? state.drafter->continuation(tokens, count) : std::pair<Tokens, Numbers>();
+          },
+          "tokens"_a, "count"_a)
       .def_ro("probabilities", &BoundState::probabilities)
       .def_prop_ro("num_pending", &BoundState::num_pending)
       .def_prop_ro("digest", &BoundState::digest);

@@ -73,6 +73,46 @@ class Drafter {
   std::vector<double> draft(TokenTree& tree, int64_t budget, std::optional<int64_t> max_depth, Price* price,
                             const Numbers* trusts = nullptr);
 
+  // The likeliest text behind the last observed token and `tokens`: up to `count` tokens, and the share of each.
+  std::pair<Tokens, Numbers> continuation(const Tokens& tokens, int count) const {
+    Tokens found, context = tail_;
+    Numbers shares;
+    if (!tries_on_) return {found, shares};
+    context.insert(context.end(), tokens.begin(), tokens.end());
+    if (static_cast<int>(context.size()) > constants.max_match)
+      context.erase(context.begin(), context.end() - constants.max_match);
+    std::vector<Place> places;
+    auto look = [&](const SuffixIndex& trie, double trust) {
+      trie.match(context.data(), context.size(), constants.node_places, [&](int64_t index, int length) {
+        places.push_back({trust * constants.weights[length], &trie, nullptr, index, kTrie});
+      });
+    };
+    look(own_, 1.0);
+    if (shared_) look(*shared_, constants.shared_trust);
+    while (static_cast<int>(found.size()) < count && !places.empty()) {
+      int offset = static_cast<int>(found.size());
+      double total = 0.0;
+      std::vector<std::pair<int32_t, double>> weights;
+      for (const Place& place : places) {
+        int32_t token = place.token(offset);
+        if (token < 0) continue;
+        total += place.weight;
+        auto same = [&](const auto& each) { return each.first == token; };
+        auto known = std::find_if(weights.begin(), weights.end(), same);
+        if (known == weights.end()) known = weights.insert(known, {token, 0.0});
+        known->second += place.weight;
+      }
+      if (weights.empty()) break;
+      auto less = [](const auto& one, const auto& other) { return one.second < other.second; };
+      auto [best, weight] = *std::max_element(weights.begin(), weights.end(), less);  // of equals the first
+      found.push_back(best);
+      shares.push_back(weight / (total + constants.novelties[std::min(offset, constants.max_match)]));
+      auto leaves = [&, token = best](const Place& place) { return place.token(offset) != token; };
+      places.erase(std::remove_if(places.begin(), places.end(), leaves), places.end());
+    }
+    return {found, shares};
+  }
+
   void learn(const TokenTree& tree, const Tokens& path, bool is_open = false) {
     calibration.observe(tree, path, cells_, is_open);
   }

@@ -171,7 +171,7 @@ class Search {
       int32_t token = place.token(offset);
       int row = kNothing;
       if (token >= 0) {
-        (place.source == kHead ? guessed_total_ : total) += place.weight;
+        (place.source == kHead || place.source == kCopy ? guessed_total_ : total) += place.weight;
         if (tried == kNothing || !was_tried(tried, token)) {
           row = find_row(token);
           if (row < 0) row = add_row(token);
@@ -215,9 +215,18 @@ class Search {
   // Push the rows as children of `node`, and the rest of its probability as an escape.
   void offer(int node, double probability, double total, int stage, int offset, bool has_held, int order, int tried) {
     int depth = tree_->depths[node], first = first_cell(stage, depth);
-    double known = 0.0;
+    double known = 0.0, copied = 0.0;
+    bool with_copy = is_copied(node);
     row_cells_.clear();
     for (const Row& row : rows_) {
+      if (with_copy && is_by_copy(row)) {
+        bool is_held = has_held && tree_->find(node, row.token) >= 0;
+        double share = places_[row.places.begin].weight;
+        int kind = constants.copy_kind + (row.places.count > 1 || is_held ? constants.several : 0);
+        row_cells_.push_back(first + cell_within(kind, share / (constants.head_weight - share), 0));
+        copied += frequencies_[row_cells_.back()];
+        continue;
+      }
       int kind = row.places.count ? places_[row.places.begin].source : kWindow;
       if (has_held && tree_->find(node, row.token) >= 0)
         kind = row.places.count ? kWindow + constants.several : kWindow;
@@ -232,16 +241,23 @@ class Search {
       row_cells_.push_back(cell);
       known += frequencies_[cell];
     }
-    double scale = known <= constants.most_known ? probability : probability * constants.most_known / known;
-    double trusted = scale * step_of_trust(depth + 1);
+    // The others share what the copy leaves: it has seen all that they know.
+    double by_copy = copied <= constants.most_known ? probability : probability * constants.most_known / copied;
+    double rest = probability - by_copy * copied;
+    double scale = known <= constants.most_known ? rest : rest * constants.most_known / known;
+    double step = step_of_trust(depth + 1), trusted = scale * step;
+    by_copy = by_copy * step;
     for (size_t i = 0; i < rows_.size(); i++) {
-      Payload child{kChild, node, rows_[i].token, row_cells_[i], rows_[i].places, offset + 1, kNothing, 0.0, 0.0};
-      push(std::min(probability, trusted * frequencies_[row_cells_[i]]), child);
+      bool is_copy = with_copy && is_by_copy(rows_[i]);
+      int cell = row_cells_[i];
+      Payload child{kChild, node, rows_[i].token, with_copy && !is_copy ? -1 : cell, rows_[i].places, offset + 1,
+                    kNothing, 0.0, 0.0};
+      push(std::min(probability, (is_copy ? by_copy : trusted) * frequencies_[cell]), child);
     }
     Span tokens{static_cast<uint32_t>(tried_tokens_.size()), static_cast<uint32_t>(row_tokens_.size())};
     tried_tokens_.insert(tried_tokens_.end(), row_tokens_.begin(), row_tokens_.end());
     tried_.push_back({tokens, tried});
-    ask_later(node, probability - scale * known, order, static_cast<int>(tried_.size()) - 1);
+    ask_later(node, rest - scale * known, order, static_cast<int>(tried_.size()) - 1);
   }
 
   // The trust of this depth by that of the one above: 1 but where a band of depths begins.
@@ -261,7 +277,7 @@ class Search {
     while (trial && was_tried(tried, recent[trial->rank])) trial = recent_trial(depth, ++index);
     if (!trial) return;
     double probability = std::min(kept * trial->frequency, left) * step_of_trust(depth + 1);
-    push(probability, {kRecentToken, node, 0, trial->cell, {}, index, tried, kept, left});
+    push(probability, {kRecentToken, node, 0, is_copied(node) ? -1 : trial->cell, {}, index, tried, kept, left});
   }
 
   // The recent token that is tried as number `index` below nodes at a depth: the latest first or, by known noise, the
@@ -330,8 +346,18 @@ class Search {
     int guess = guess_of(node);
     if (guess < 0) return;
     for (size_t i = 1; i < head.tokens.size(); i++)
-      if (head.parents[i] == guess) places_.push_back({head.weight(i), nullptr, nullptr, head.tokens[i], kHead, offset});
+      if (head.parents[i] == guess) places_.push_back({head.weight(i), nullptr, nullptr, head.tokens[i], head.source(), offset});
   }
+
+  // True if the model's copy has chosen what follows a node.
+  bool is_copied(int node) {
+    const HeadDraft& head = drafter_->head;
+    if (!head.is_copy || !drafter_->tries_on_) return false;
+    int guess = guess_of(node);
+    return guess >= 0 && std::find(head.parents.begin() + 1, head.parents.end(), guess) != head.parents.end();
+  }
+
+  bool is_by_copy(const Row& row) const { return row.places.count && places_[row.places.begin].source == kCopy; }
 
   // The guess that is a node; -1 if the head has not guessed it.
   int guess_of(int node) {

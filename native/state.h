@@ -130,6 +130,7 @@ class SequenceState {
     if (drafter) {
       learn(tree, path, result, emitted);
       drafter->head = std::move(head);
+      if (drafter->head.is_copy) acceptance.pause = 0;  // passes were made for the next tree
     }
     return emitted;
   }

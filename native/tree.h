@@ -8,7 +8,7 @@
 
 namespace lpr {
 
-enum Source : uint8_t { kRoot, kWindow, kPool, kTrie, kSharedTrie, kRecycled, kPrediction, kHead };
+enum Source : uint8_t { kRoot, kWindow, kPool, kTrie, kSharedTrie, kRecycled, kPrediction, kHead, kCopy };
 
 using Tokens = std::vector<int32_t>;
 

@@ -139,7 +139,7 @@ inline std::pair<std::shared_ptr<TokenTree>, std::vector<Shard>> read_tree(const
   tree->reserve(total);
   for (int32_t node = 1; node < total; node++) {
     int32_t parent = rows[node][0] >> bits & mask;
-    if (parent >= node || tree->add(parent, rows[node][1], static_cast<uint8_t>(rows[node][0] >> 2 * bits)) != node)
+    if (parent >= node || tree->add(parent, rows[node][1], static_cast<uint8_t>(rows[node][0] >> 2 * bits & 0xF)) != node)
       throw no_tree;
   }
   std::vector<int64_t> seen(total, -1);  // the last rank that evaluates a node

@@ -46,7 +46,7 @@ RECENT_TOKENS = 64
 """Tokens of the request tried without any context, the most recent first."""
 HEAD_WEIGHT = 128.0
 """Weight that the guesses of a prediction head for one node share, each by its probability."""
-HEAD_KIND = int(Source.HEAD)
+HEAD_KIND, COPY_KIND = int(Source.HEAD), int(Source.COPY)
 WEIGHTS = [GROWTH**length for length in range(MAX_MATCH + 1)]
 """Weight of a place by the length of its match."""
 NOVELTIES = [NOVELTY / GROWTH**offset for offset in range(MAX_MATCH + 1)]
@@ -78,11 +78,11 @@ NUM_STAGES = 4
 RECENT_STAGE = 3
 RECENT_KIND = 0
 """Kind of a token that is tried without any context; the other kinds are the `Source` of the best place."""
-SEVERAL = 7
+SEVERAL = 8
 """Added to the `Source` of evidence that is more than one place."""
 LEVELS = [0, 1, *[2] * 4, *[3] * 10]
 """Level by depth of the parent; deeper parents have the last level: text right so often is a copy or a loop."""
-NUM_LEVELS, NUM_KINDS, NUM_BUCKETS = 5, 15, 24
+NUM_LEVELS, NUM_KINDS, NUM_BUCKETS = 5, 17, 24
 MIDDLE_BUCKET = 12
 """Bucket of odds from 1/2 to 1."""
 STRENGTH, WEAK_STRENGTH = 200.0, 20.0
@@ -216,6 +216,8 @@ _PREDICTED = {
 # Guesses know the sampling noise, so their odds need no octaves. How good a head is differs: the start is cautious.
 _HEAD = ((-1.0,) * 5, (0.65,) * 5)
 _PREDICTED |= {(0, Source.HEAD): _HEAD, (0, Source.HEAD + SEVERAL): ((0.3,) * 5, (0.65,) * 5)}
+# Shares of a copy's choices and of their runners-up are above and below one half (lpr.model.self_draft).
+_PREDICTED |= {(0, Source.COPY): ((0.0,) * 5, (1.1,) * 5), (0, Source.COPY + SEVERAL): ((1.0,) * 5, (1.1,) * 5)}
 
 
 def _shipped(fit: _Fit) -> tuple[array[float], array[float]]:

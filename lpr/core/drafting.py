@@ -16,7 +16,8 @@ source costs nothing until its turn comes. Nodes that the tree held before (the 
 others and cost no budget.
 
 A model with prediction heads guesses what follows the last token (lpr.core.heads). Its guesses join the evidence of
-the first source at the nodes that they reach.
+the first source at the nodes that they reach. Those of a low-bit copy of the model come before all evidence: its share
+alone chooses their cells, and what they leave of p(node) is shared out among the others.
 
 A request may bring a prediction of its output (lpr.core.alignment). Its cursors behind the node's token are asked with
 the first source, the others with the one that replaces a token.
@@ -58,6 +59,7 @@ _RECYCLED_SOURCE = int(Source.RECYCLED)
 _HELD = int(Source.WINDOW)
 _HELD_TOO = _HELD + constants.SEVERAL
 _PREDICTED_ORDERS = (0, 2)
+_GUESSES = (constants.HEAD_KIND, constants.COPY_KIND)
 _KINDS_OF_HEAD = (constants.HEAD_KIND, constants.HEAD_KIND + constants.SEVERAL)
 _ESCAPE = -1
 _RECENT = -2
@@ -184,6 +186,36 @@ class Drafter:
             before = self._tail[-2] if len(self._tail) > 1 else -1
             self._evaluated.keep(tree, path, self._num_observed, before, candidates, scores)
 
+    def continuation(self, tokens: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+        """The likeliest text behind the last observed token and `tokens`: up to `count` tokens, and the share of each.
+
+        It follows the matches of the last two tokens and more; [] where the text has none.
+        """
+        if not self.config.trie_nodes:
+            return [], []
+        context = [*self._tail, *tokens][-constants.MAX_MATCH :]
+        places = [
+            (trust * constants.WEIGHTS[length], index.tokens, place)
+            for index, trust, _ in self._indexes
+            for place, length in index.match(context, constants.NODE_PLACES)
+        ]
+        found, shares = list[int](), list[float]()
+        while len(found) < count and places:
+            offset, total = len(found), 0.0
+            weights: dict[int, float] = {}
+            for weight, text, place in places:
+                token = text[place + offset] if place + offset < len(text) else -1
+                if token >= 0:
+                    total += weight
+                    weights[token] = weights.get(token, 0.0) + weight
+            if not weights:
+                break
+            best = max(weights, key=weights.__getitem__)  # of equals the first
+            found.append(best)
+            shares.append(weights[best] / (total + constants.NOVELTIES[min(offset, constants.MAX_MATCH)]))
+            places = [each for each in places if each[2] + offset < len(each[1]) and each[1][each[2] + offset] == best]
+        return found, shares
+
     # Sources: each returns the evidence for the token after `context`, the tokens up to and including a node.
 
     def _two_tokens(self, context: list[int], depth: int) -> list[Place]:
@@ -299,7 +331,7 @@ class _Search:
                 if token < 0:
                     continue
                 weight = place[0]
-                if place[3] == constants.HEAD_KIND:
+                if place[3] in _GUESSES:
                     guessed_total += weight
                 else:
                     total += weight
@@ -334,8 +366,17 @@ class _Search:
         frequencies = self._frequencies
         depth = self._tree.depths[node]
         first = first_cell(stage, depth)
-        known = 0.0
+        known = copied = 0.0
+        is_copied = self._is_copied(node)
+        chances: list[tuple[int, list[Any], float, bool]] = []
         for token, row in rows.items():
+            if is_copied and len(row) > 1 and row[1][3] == constants.COPY_KIND:
+                kind = constants.COPY_KIND + constants.SEVERAL * (len(row) > 2 or token in held)
+                share = row[1][0]
+                row[0] = cell = first + cell_within(kind, share / (constants.HEAD_WEIGHT - share))
+                copied += frequencies[cell]
+                chances.append((token, row, frequencies[cell], True))
+                continue
             if token in held:
                 kind = _HELD_TOO if len(row) > 1 else _HELD
             else:
@@ -343,15 +384,22 @@ class _Search:
             octaves = 0 if kind in _KINDS_OF_HEAD else self._noise.octaves(depth, token)
             # Guesses take no part of the weight of what the text alone proposes: a bad head does not dilute it.
             whole = total + guessed_total if len(row) > 1 and row[1][3] == constants.HEAD_KIND else total
-            row[0] = cell = first + cell_within(kind, ldexp(row[0] / (whole - row[0]), octaves))
+            cell = first + cell_within(kind, ldexp(row[0] / (whole - row[0]), octaves))
+            row[0] = -1 if is_copied else cell
             known += frequencies[cell]
-        scale = probability if known <= constants.MOST_KNOWN else probability * constants.MOST_KNOWN / known
-        trusted = scale * self._step_of_trust(depth + 1)
-        for token, row in rows.items():
+            chances.append((token, row, frequencies[cell], False))
+        # The others share what the copy leaves: it has seen all that they know.
+        by_copy = probability if copied <= constants.MOST_KNOWN else probability * constants.MOST_KNOWN / copied
+        rest = probability - by_copy * copied
+        scale = rest if known <= constants.MOST_KNOWN else rest * constants.MOST_KNOWN / known
+        step = self._step_of_trust(depth + 1)
+        by_copy, trusted = by_copy * step, scale * step
+        for token, row, frequency, is_copy in chances:
             serial += 1
-            heappush(heap, (-min(probability, trusted * frequencies[row[0]]), serial, node, token, row, offset + 1))
+            chance = min(probability, (by_copy if is_copy else trusted) * frequency)
+            heappush(heap, (-chance, serial, node, token, row, offset + 1))
         self._serial = serial
-        self.ask_later(node, probability - scale * known, order, {**rows, **tried} if tried else rows)
+        self.ask_later(node, rest - scale * known, order, {**rows, **tried} if tried else rows)
 
     def ask_later(self, node: int, kept: float, order: int, tried: Tried) -> None:
         """Let the source number `order` share out the probability `kept` among children of `node`, in its turn."""
@@ -392,7 +440,7 @@ class _Search:
             self._serial += 1
             frequency, _, cell = order[index]
             probability = min(kept * -frequency, left) * self._step_of_trust(self._tree.depths[node] + 1)
-            payload = (index, kept, left, tried, cell)
+            payload = (index, kept, left, tried, -1 if self._is_copied(node) else cell)
             heappush(self._heap, (-probability, self._serial, node, _RECENT, payload, 0))
 
     def _step_of_trust(self, depth: int) -> float:
@@ -438,6 +486,16 @@ class _Search:
         head = self.head
         guess = -1 if head is None else self._guess_of(head, node)
         return [] if head is None or guess < 0 else head.places(guess, offset)
+
+    def _is_copied(self, node: int) -> bool:
+        """True if the model's copy has chosen what follows `node`.
+
+        What else is proposed there is right only where the copy is wrong, and says nothing about its cells.
+        """
+        if self.head is None or not self.head.is_copy:
+            return False
+        guess = self._guess_of(self.head, node)
+        return guess >= 0 and guess in self.head.parents[1:]
 
     def _guess_of(self, head: HeadDraft, node: int) -> int:
         """The guess that is `node`; -1 if the head has not guessed it."""

@@ -1,11 +1,12 @@
-"""The guesses of a model's multi-token-prediction head for one draft. Twin: native/heads.h.
+"""The guesses of a model's multi-token-prediction head, or of its low-bit copy, for one draft. Twin: native/heads.h.
 
 The head of the rank that evaluated the end of the accepted path guesses what follows the bonus token, before the gather
 in which its guesses travel. They are a small tree. A guess counts at the node of the draft that is reached by its
 tokens, as evidence beside the text's (lpr.core.drafting).
 
 A block of the payload is int32 words, as many for each tree (rule R2): the node that ends the path, the bonus token,
-the number of guesses, and per guess its token and a word with its parent's number above its probability.
+the number of guesses and whose they are, and per guess its token and a word with its parent's number above its
+probability.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lpr.core import constants
-from lpr.core.tree import Source
 
 NUM_BLOCK_HEADER = 3
+COPY_BIT = 16
+"""Bit of the number of guesses that says whose they are."""
 PROBABILITY_STEPS = 65535
 """A probability travels as a multiple of 1 / PROBABILITY_STEPS."""
 Place = tuple[float, Sequence[int], int, int]
@@ -37,6 +39,8 @@ class HeadDraft:
     parents: list[int] = field(default_factory=lambda: [-1])
     steps: list[int] = field(default_factory=lambda: [0])
     """The probability after the parent, in PROBABILITY_STEPS."""
+    is_copy: bool = False
+    """True for guesses of the model's low-bit copy (lpr.model.self_draft)."""
 
     def add(self, parent: int, token: int, steps: int) -> int:
         """Add a guess; returns its number."""
@@ -53,8 +57,9 @@ class HeadDraft:
     def places(self, guess: int, offset: int) -> list[Place]:
         """The evidence for what follows `guess`: places whose token is read `offset` tokens on, and no further one."""
         weight = constants.HEAD_WEIGHT / PROBABILITY_STEPS
+        source = constants.COPY_KIND if self.is_copy else constants.HEAD_KIND
         return [
-            (weight * steps, (token,), -offset, int(Source.HEAD))
+            (weight * steps, (token,), -offset, source)
             for token, parent, steps in zip(self.tokens, self.parents, self.steps, strict=True)
             if parent == guess
         ]
@@ -63,7 +68,7 @@ class HeadDraft:
         """The block of a rank that takes `end` for the end of the accepted path and `bonus` for the token after it."""
         words = np.zeros(block_words(num_guesses), np.int32)
         count = min(num_guesses, len(self.tokens) - 1)
-        words[:NUM_BLOCK_HEADER] = end, bonus, count
+        words[:NUM_BLOCK_HEADER] = end, bonus, count | self.is_copy << COPY_BIT
         pairs = words[NUM_BLOCK_HEADER : NUM_BLOCK_HEADER + 2 * count].reshape(-1, 2)
         pairs[:, 0] = self.tokens[1 : count + 1]
         pairs[:, 1] = [self.parents[guess] << 16 | self.steps[guess] for guess in range(1, count + 1)]
@@ -72,10 +77,11 @@ class HeadDraft:
 
 def read_block(block: np.ndarray, end: int, bonus: int) -> HeadDraft | None:
     """The guesses of a block [words] for a path that ended at node `end` with `bonus`; None if it has none for it."""
-    draft, pairs = HeadDraft(), block[NUM_BLOCK_HEADER:].reshape(-1, 2)
-    if block[0] != end or block[1] != bonus or not 0 < block[2] <= len(pairs):
+    pairs, count = block[NUM_BLOCK_HEADER:].reshape(-1, 2), int(block[2]) & (1 << COPY_BIT) - 1
+    draft = HeadDraft(is_copy=bool(int(block[2]) >> COPY_BIT & 1))
+    if block[0] != end or block[1] != bonus or not 0 < count <= len(pairs):
         return None
-    for token, word in pairs[: block[2]].tolist():
+    for token, word in pairs[:count].tolist():
         if token < 0 or not 0 <= word >> 16 < len(draft.tokens):
             return None
         draft.add(word >> 16, token, word & PROBABILITY_STEPS)

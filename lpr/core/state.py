@@ -131,6 +131,10 @@ class SequenceState:
         """64-bit digest of the request and every token committed so far, the same on all ranks."""
         return self._committed.value
 
+    def continuation(self, tokens: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+        """As Drafter.continuation; nothing on a rank that has not drafted the sequence."""
+        return self.drafter.continuation(tokens, count) if self.drafter is not None else ([], [])
+
     def build(self, max_depth: int, request: DraftRequest) -> Draft:
         """Draft the next tree: the Jacobi window if it runs, and drafts as requested, none deeper than `max_depth`."""
         drafter = self.drafter or self._begin_drafting()
@@ -191,6 +195,8 @@ class SequenceState:
         if self.drafter is not None:
             self._learn(self.drafter, tree, path, result, emitted)
             self.drafter.head = head
+            if head is not None and head.is_copy:
+                self.acceptance.pause = 0  # passes were made for the next tree
         return emitted
 
     def _learn(

@@ -23,6 +23,7 @@ class Source(IntEnum):
     RECYCLED = 5
     PREDICTION = 6
     HEAD = 7
+    COPY = 8
 
 
 class TokenTree:

@@ -200,7 +200,7 @@ def read_tree(
     if not len(rows) or not np.array_equal(numbers[order], np.arange(len(rows))):
         raise ValueError(_NO_TREE)
     parents = rows[order, 0] >> NODE_BITS & _NODE
-    sources = rows[order, 0] >> 2 * NODE_BITS
+    sources = rows[order, 0] >> 2 * NODE_BITS & 0xF  # not the sign
     tree = TokenTree(int(rows[order[0], 1]))
     for node, (token, parent, source) in enumerate(zip(rows[order, 1], parents, sources, strict=True)):
         if node and (parent >= node or tree.add(int(parent), int(token), int(source)) != node):

@@ -9,6 +9,7 @@ end and the bonus token, so where the owners' results give another path all rank
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +21,45 @@ from lpr.model.heads.guesses import Chain
 from lpr.model.input_builder import Row
 from lpr.model.runner import TreeModel
 from lpr.native import StepDraft, TokenTree
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The accepted path of a tree, as far as a rank's part of it and its own results show it."""
+
+    place: int
+    """Of the tree among the rank's, and of its row."""
+    index: int
+    """Of the tree among all."""
+    entries: list[int]
+    """Of the row: its pending chain and the path."""
+    end: int
+    """The last node."""
+    bonus: int
+    """The token after it."""
+    is_end: bool
+    """True if no child holds that token: the path ends here."""
+
+
+def follow_all(draft: StepDraft, rows: Sequence[Row], results: torch.Tensor | None) -> list[Followed]:
+    """The paths of this rank's trees by its `results`; none of a tree with a failure."""
+    next_tokens = results[:, 0].tolist() if results is not None else []
+    shards, start = draft.shards, 0
+    all_followed: list[Followed] = []
+    for place, (index, row) in enumerate(zip(draft.mine, rows, strict=True)):
+        mine, tree = shards[index], draft.trees[index]
+        assert mine is not None and tree is not None, "this rank has drafted the tree"
+        found = next_tokens[start : start + row.num_results]
+        start += row.num_results
+        if not row.num_results or NOT_A_NUMBER in found:
+            continue
+        path, bonus, is_end = follow(tree, list(mine[draft.rank].nodes), found)
+        if bonus < 0:
+            continue
+        above = row.num_entries - row.num_results
+        entries = [*range(above), *(above + each for each, _ in path)]
+        all_followed.append(Followed(place, index, entries, path[-1][1], bonus, is_end))
+    return all_followed
 
 
 def guess(
@@ -39,25 +79,13 @@ def guess(
     if not num_guesses:
         return None
     chains: list[Chain] = []
-    ends: list[tuple[int, int, int, int]] = []  # number of the chain and of the tree, end, bonus token
-    next_tokens = results[:, 0].tolist() if results is not None else []
-    shards, start = draft.shards, 0
-    for place, (index, row) in enumerate(zip(draft.mine, rows, strict=True)):
-        mine, tree = shards[index], draft.trees[index]
-        assert mine is not None and tree is not None, "this rank has drafted the tree"
-        found = next_tokens[start : start + row.num_results]
-        start += row.num_results
-        if not row.num_results or NOT_A_NUMBER in found:
-            continue
-        path, bonus, is_end = follow(tree, list(mine[draft.rank].nodes), found)
-        if bonus < 0:
-            continue
-        above = row.num_entries - row.num_results
-        entries = [*range(above), *(above + each for each, _ in path)]
-        tokens = [*row.tokens[entries[1:]].tolist(), bonus]
-        if is_end and not model.rests:
-            ends.append((len(chains), place, path[-1][1], bonus))
-        chains.append(Chain(row, entries, tokens, decoding[index].params if is_end else None))
+    ends: list[tuple[int, Followed]] = []  # with the number of the chain
+    for each in follow_all(draft, rows, results):
+        row = rows[each.place]
+        tokens = [*row.tokens[each.entries[1:]].tolist(), each.bonus]
+        if each.is_end and not model.rests:
+            ends.append((len(chains), each))
+        chains.append(Chain(row, each.entries, tokens, decoding[each.index].params if each.is_end else None))
     filled = [request for request, counts in filling if counts[draft.rank]]
     for request, row in zip(filled, fills, strict=True):
         known = request.running.tokens[row.num_cached + 1 : row.num_cached + row.num_entries + 1]
@@ -65,8 +93,8 @@ def guess(
     blocks = np.zeros((len(draft.mine), block_words(num_guesses)), np.int32)
     if chains:
         drafts = model.guess(chains)
-        for number, place, end, bonus in ends:
-            blocks[place] = drafts[number].pack(end, bonus, num_guesses)
+        for number, each in ends:
+            blocks[each.place] = drafts[number].pack(each.end, each.bonus, num_guesses)
     return blocks
 
 

@@ -13,7 +13,7 @@ from lpr.core.step_times import StepTimes, read_step_times
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How a model is loaded and its steps evaluated; none of it changes the draft trees."""
+    """How a model is loaded and its steps evaluated; none of it changes which tokens come out."""
 
     revision: str | None = None
     """Branch, tag or commit of the model on the hub. A commit is always the same files; default: the main branch."""
@@ -32,6 +32,10 @@ class EngineOptions:
     for a model that lpr loads itself and whose layers it has no kernels for."""
     tp_backend: Literal["transformers", "deepspeed"] = "transformers"
     """The library that splits the model: transformers by its own plan, or deepspeed, which needs none."""
+    self_draft: Literal["auto", "off", "int8", "fp8", "int4"] = "off"
+    """Draft with a copy of the model's weights in so many bits, made at start, by as many passes as pay. auto: int8, if
+    there is memory for it and tree sizes are automatic. A named form makes one pass or more in each step. Not with --tp
+    and for models with recurrent layers."""
     costs: Path | StepTimes | None = None
     """JSON table of step times that decide tree sizes, instead of measured ones: makes the steps of a run repeatable.
     Rank 0 reads it for all."""

@@ -19,6 +19,7 @@ from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, head_digest, lack_of_memory, model_digest, tokenizer_digest
+from lpr.model.low_bit.copy import make_copy
 from lpr.model.rewrite.base import Setting, Stage
 from lpr.model.rewrite.sharded_layers import vocabulary_head
 from lpr.model.rewrite.table import COMPILED, rewrite, undo_forwards, why_not
@@ -66,6 +67,8 @@ def prepare(
         if has_head:
             assert loaded.head is not None
             _use_head(model, loaded.head, like, setting)
+        if options.self_draft != "off":
+            _use_copy(model, options, like, comm)
         model.sampler.check_part(model.adapter)
         longest_sequence(loaded, decode)
         if is_driver(comm):
@@ -84,7 +87,7 @@ def prepare(
         failure = _failure_of(compiling)
     if is_compared:
         replica_facts["prediction head"] = own_head if model.guesser is not None else 0
-        facts["configuration"] = digest_of(repr((decode, options.exact)))
+        facts["configuration"] = digest_of(repr((decode, options.exact, options.self_draft)))
         facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
         facts["form of a batch (packed or padded)"] = int(model.packed)
         for name, value in _machine(model, options).items():
@@ -147,6 +150,43 @@ def _use_head(model: TreeModel, head: DraftHead, like: KVCache, setting: Setting
         model.use_head(head, like)
     except Exception as failure:  # of a layer that gets what it does not expect: of any type
         logger.warning("the prediction head does not work with this model and is not used: %s", first_line(failure))
+
+
+def why_no_copy(like: KVCache, comm: Comm) -> str | None:
+    """Why no low-bit copy drafts on this mesh, the same on all ranks; None if one may."""
+    if comm.tp_size > 1:
+        return "ranks share its weights (--tp)"
+    return "its recurrent layers keep states that a pass would change" if like.has_states else None
+
+
+def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache, comm: Comm) -> bool:
+    """True if ranks of the mesh may have a copy that drafts; the same on all of them."""
+    if options.self_draft == "off" or why_no_copy(like, comm) is not None:
+        return False
+    return options.self_draft != "auto" or decode.adaptive
+
+
+def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm) -> None:
+    """Make a low-bit copy of the model that drafts; raises InputError where a form that is asked for cannot be made."""
+    form = "int8" if options.self_draft == "auto" else options.self_draft
+    why = why_no_copy(like, comm)
+    try:
+        if why is None and options.self_draft == "auto" and not _has_room(model, comm):
+            why = "there is no memory for a copy"
+        if why is None:
+            model.use_copy(make_copy(model.model, form), like)
+    except Exception as failure:  # of modules that get what they do not expect: of any type
+        why = first_line(failure)
+        if options.self_draft != "auto":
+            raise InputError(f"self_draft={form!r}: {why}") from failure
+    if why is not None:
+        logger.warning("the model does not draft for itself: %s", why)
+
+
+def _has_room(model: TreeModel, comm: Comm) -> bool:
+    """True if a copy in 8 bits takes less than half of the memory that is left."""
+    free = model.free_bytes(comm.num_sharing)
+    return free is None or 2 * sum(each.numel() for each in model.model.parameters()) < free
 
 
 def _compile(model: TreeModel, like: KVCache, options: EngineOptions, decode: DecodeConfig) -> None:

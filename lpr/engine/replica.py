@@ -15,10 +15,12 @@ from typing import cast
 import msgspec
 
 from lpr.config import DecodeConfig, InputError, TreeSizes
+from lpr.core.passes import Passes
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, is_driver
 from lpr.dist.errors import MeshChangedError, first_line
 from lpr.engine import handover
+from lpr.engine.ahead import begin_passes, count_passes
 from lpr.engine.commands import Command, Compile, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
@@ -33,7 +35,7 @@ from lpr.engine.kv_pool import (
 )
 from lpr.engine.options import EngineOptions
 from lpr.engine.pace import Pace
-from lpr.engine.prepare import longest_sequence, prepare
+from lpr.engine.prepare import longest_sequence, may_draft_itself, prepare
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.sizing import Sizer, resolve_sizes
@@ -42,6 +44,7 @@ from lpr.engine.times_file import StartTimes
 from lpr.engine.turns import Turns
 from lpr.model.heads.guesses import num_entries, num_guesses
 from lpr.model.loader import Loaded
+from lpr.model.self_draft import NUM_GUESSES, NUM_ROWS
 from lpr.model.watch import Watch
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
@@ -194,6 +197,7 @@ class Replica(StepHooks):
         begun = {request.admission for request in schedule.decoding}
         waiting = [request for request in self.scheduler.running if request.admission not in begun]
         self.sizer.begin_step(schedule.decoding, schedule.filling, waiting)
+        begin_passes(self.model, schedule.decoding, self.sizer.times)
         # With the length of the shared index, a rank that has learned something else is found at once.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
         plan = StepPlan(schedule.decoding, schedule.filling, self.sizes, digest, num_command_bytes)
@@ -223,7 +227,8 @@ class Replica(StepHooks):
                 self.model.rests = self.pace.rests
                 if self.model.guesser is not None:
                     self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)
-            # A head takes its time whatever the tree is: counted as the nodes' it would make all of them dearer.
+            count_passes(self.model, outcomes, ms, self.sizes.num_nodes)
+            # A head or copy takes its time whatever the tree is: as the nodes' it would make all of them dearer.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
         for request in self.scheduler.running:
             request.write()
@@ -338,6 +343,8 @@ class Replica(StepHooks):
                     # Automatic sizes seldom spend their limit, and each guess that is followed takes time.
                     most = num_guesses(0 if decode.adaptive else sizes.trie_nodes)
                     sizes, self.model.guesser.num_guesses = replace(sizes, num_guesses=most), most
+                if sizes.trie_nodes and may_draft_itself(self.options, decode, self.like, self.comm):
+                    sizes = replace(sizes, num_guesses=NUM_GUESSES)
                 self._set_up(decode, sizes, times, self.comm, keep_drafts)
                 return
             except MeshChangedError:  # on all survivors alike, which begin again
@@ -363,7 +370,8 @@ class Replica(StepHooks):
         how = self.model.packed, self.options.prefix_reuse, most_homes
         # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
         num_ahead = sizes.evaluated_capacity(self.comm.size if self.comm.membership is None else 1)
-        num_ahead += num_entries(sizes.num_guesses)
+        if sizes.num_guesses:
+            num_ahead += max(num_entries(sizes.num_guesses), NUM_ROWS)
         longest = longest_sequence(self.loaded, decode)
         needs = PoolNeeds.of(self.model, self.like, decode, self.options, longest, num_ahead, self.comm)
         num_snapshots = SNAPSHOTS_PER_SLOT * decode.max_batch_size if self.options.prefix_reuse else 0
@@ -392,6 +400,8 @@ class Replica(StepHooks):
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
         self.pace, self.model.rests = Pace() if times is not None and self.sizes.num_guesses else None, False
+        if self.model.self_drafter is not None:
+            self.model.self_drafter.passes = Passes(fewest=int(self.options.self_draft != "auto"))
         if times is not None:
             limits, decode = self.scheduler.limits, self.decode
             limits.join_chunk = max(SHORTEST_FILL, times.critical_length())

@@ -17,8 +17,8 @@ import torch
 
 from lpr.config import TreeSizes
 from lpr.core.budgets import Budgets
+from lpr.engine.ahead import Ahead, look_ahead
 from lpr.engine.exchange import Exchange
-from lpr.engine.guesses import guess
 from lpr.engine.hooks import StepHooks
 from lpr.engine.request import Outcome, Request
 from lpr.model.input_builder import Row
@@ -67,13 +67,13 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     ]
     results = forward(plan, model, draft, rows, fills)
     hooks.while_busy()
-    guesses = guess(model, plan.decoding, plan.filling, draft, rows, fills, results, plan.sizes.num_guesses)
+    ahead = look_ahead(plan, model, draft, rows, fills, results)
     hooks.end_phase("forward")
-    gathered = exchange.gather(draft, results, num_logprobs(plan.decoding), guesses)
+    gathered = exchange.gather(draft, results, num_logprobs(plan.decoding), ahead.blocks)
     hooks.end_phase("gather")
     # A step that has lost a rank is dropped: up to here it has changed nothing.
     concluded, moves = gathered.conclude(budgets)
-    commit(model, rows, [concluded[index] for index in draft.mine], moves)
+    commit(model, rows, [concluded[index] for index in draft.mine], moves, ahead, draft.rank)
     advance_states(model, rows, [(plan.decoding[i], concluded[i]) for i in draft.mine], fills, draft.rank)
     for request, counts in plan.filling:
         count_filled(request, counts)
@@ -186,7 +186,14 @@ def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
     return chosen
 
 
-def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion], moves: np.ndarray) -> None:
+def commit(
+    model: TreeModel,
+    rows: Sequence[Row],
+    concluded: Sequence[Conclusion],
+    moves: np.ndarray,
+    ahead: Ahead,
+    rank: int,
+) -> None:
     """Keep the K/V of each row's pending chain and of its part of the accepted path; none of a row with NaN.
 
     `moves` are int64 [3, n] (StepDraft.conclude): row, entry, and the entry in whose place it belongs.
@@ -196,7 +203,11 @@ def commit(model: TreeModel, rows: Sequence[Row], concluded: Sequence[Conclusion
     for row, each in zip(rows, concluded, strict=True):
         if each.has_nan:
             cache.clear_entries(row)
-    cache.commit_moves(rows, moves)
+    cache.commit_moves(rows, ahead.left(moves))
+    for place, moved in ahead.moved.items():
+        kept = accepted_entries(rows[place], concluded[place], rank)
+        if kept != moved[: len(kept)]:
+            model.fill([Row.chain(rows[place].slot, rows[place].num_cached, rows[place].tokens[kept], 0)])
 
 
 def advance_states(

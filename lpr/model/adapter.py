@@ -147,11 +147,14 @@ class Adapter:
         self.model.get_decoder().register_forward_hook(_keep_hidden)
 
     @torch.no_grad()
-    def forward(self, inputs: StepInputs, cache: KVCache, compiled: bool = False) -> torch.Tensor:
+    def forward(
+        self, inputs: StepInputs, cache: KVCache, compiled: bool = False, model: Callable[..., Any] | None = None
+    ) -> torch.Tensor:
         """One forward; the logits [sum of num_results, V] of the rows' last `num_results` entries, row after row.
 
         The model has this adapter's attention and evaluates meanwhile, whatever its program has set since.
-        `compiled` calls the model as torch.compile made it; otherwise it is called directly in any case.
+        `compiled` calls the model as torch.compile made it; otherwise it is called directly in any case. Another
+        `model` is called in its place, a copy of it.
         """
         self.bind(inputs, cache)
         extra: dict[str, Any] = {"position_ids": inputs.positions} if self.accepts_positions else {}
@@ -161,7 +164,7 @@ class Adapter:
         with self.lock, direct, step_scope(inputs):
             changed = self.trains or self.model.training or names_of(self._configs) != self._names
             with self._restored() if changed else nullcontext():
-                output = self.model(
+                output = (model or self.model)(
                     input_ids=inputs.tokens,
                     use_cache=True,
                     logits_to_keep=inputs.logits_to_keep,

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from lpr.config import PAGE_SIZE, InputError
+from lpr.config import PAGE_SIZE, InputError, SamplingParams
 from lpr.core.heads import HeadDraft
 from lpr.model.adapter import Adapter, ShareHeights
 from lpr.model.cpu.memory import settle
@@ -28,6 +29,7 @@ from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.sampling.choice import has_kernels
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
+from lpr.model.self_draft import Ending, SelfDrafter
 from lpr.model.step_inputs import Row
 from lpr.model.torch_compile import CompiledForward
 
@@ -81,10 +83,12 @@ class TreeModel:
         """Captured steps through torch.compile, once `compile` is called."""
         self.guesser: Guesser | None = None
         """Runs the model's prediction head, once `use_head` has found that it works."""
+        self.self_drafter: SelfDrafter | None = None
+        """Runs a low-bit copy of the model, once `use_copy` has got one."""
         self.rests = False
         """True while the head guesses nothing, and follows the text late."""
         self.guess_ms = 0.0
-        """Milliseconds of `guess` since this was set to 0."""
+        """Milliseconds of `guess` or `draft` since this was set to 0."""
         self.cache: KVCache | None = None
         self.forward: EagerForward | None = None
         """The strategy that evaluates steps; chosen by `allocate`."""
@@ -143,6 +147,20 @@ class TreeModel:
             drafts = self.guesser.guess(chains, self.forward.hidden, self.cache)
         self.guess_ms += (time.perf_counter() - began) * 1e3
         return drafts
+
+    def use_copy(self, copy: Callable[..., Any], like: KVCache) -> None:
+        """Let `copy` draft after each step; raises any error of one that does not fit. `like` is the check's cache."""
+        drafter = SelfDrafter(self.adapter, copy)
+        for _ in range(2):  # the first one sets libraries up
+            drafter.draft([Ending(0, 3, 1, SamplingParams(), 2)], like)
+        self.self_drafter = drafter
+
+    def draft(self, endings: Sequence[Ending]) -> None:
+        """Let the copy draft behind `endings`."""
+        assert self.self_drafter is not None and self.cache is not None
+        began = time.perf_counter()
+        self.self_drafter.draft(endings, self.cache)
+        self.guess_ms += (time.perf_counter() - began) * 1e3
 
     def free_bytes(self, num_sharing: int) -> int | None:
         """Bytes for the cache on this rank's device, which `num_sharing` ranks share; None: unknown."""

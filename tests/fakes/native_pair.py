@@ -194,7 +194,7 @@ class Ranks:
             while token >= 0 and (child := tree_.find(end, token)) >= 0:
                 end, token = child, int(results[index][child, 0])
             for draft in drafts:
-                guesses = HeadDraft()
+                guesses = HeadDraft(is_copy=self.random.random() < 0.5)
                 for _ in range(self.random.randrange(self.plan.sizes.num_guesses + 2)):
                     parent, steps = self.random.randrange(len(guesses.tokens)), self.random.randrange(PROBABILITY_STEPS)
                     guesses.add(parent, self.random.randrange(self.plan.vocabulary), steps)
@@ -324,6 +324,8 @@ def draft_along(core: Any, seed: int, capacity: int, vocabulary: int) -> list[An
         text += [*(tree.tokens[node] for node in path[1:]), random_.choice(again)]
         drafter.observe(text[-len(path) :])
         record.append([see_tree(tree), [float(each).hex() for each in probabilities], path])
+        found, shares = drafter.continuation(random_.choice([again[:3], []]), random_.choice([1, 8]))
+        record.append([list(found), [each.hex() for each in shares]])
         record.append([list(shared.history()), len(shared), shared.num_entries])
     loaded = core.SuffixIndex.from_history(np.array(shared.history(), np.int32), capacity)
     record.append([list(loaded.history()), loaded.capacity_tokens])

@@ -1,0 +1,107 @@
+"""What a rank drafts for the next step before it knows the others' results: by a prediction head, or by a low-bit copy.
+
+Both draft behind the path that the rank takes for the accepted one (lpr.engine.guesses), and what they find travels in
+the step's one gather. The copy reads the model's own K/V, so the rank moves the path's entries to their places first.
+Where the owners' results give another path, which only rounding can cause, it computes the entries of that path again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lpr.core.heads import block_words
+from lpr.core.step_times import StepTimes
+from lpr.engine.guesses import Followed, follow_all, guess
+from lpr.engine.request import Outcome, Request
+from lpr.model.runner import TreeModel
+from lpr.model.self_draft import Ending, pure
+from lpr.model.step_inputs import Row
+from lpr.native import StepDraft
+
+if TYPE_CHECKING:
+    from lpr.engine.step import StepPlan
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a rank has drafted ahead in a step."""
+
+    blocks: np.ndarray | None = None
+    """int32 [own trees, words] (lpr.core.heads); None without a head and a copy."""
+    moved: dict[int, list[int]] = field(default_factory=dict)
+    """By row, the entries whose K/V is in its place already, in order."""
+
+    def left(self, moves: np.ndarray) -> np.ndarray:
+        """Those of `moves`, int64 [3, n] (StepDraft.conclude), that remain to be made."""
+        return moves[:, ~np.isin(moves[0], [*self.moved])] if self.moved else moves
+
+
+def look_ahead(
+    plan: StepPlan,
+    model: TreeModel,
+    draft: StepDraft,
+    rows: Sequence[Row],
+    fills: Sequence[Row],
+    results: torch.Tensor | None,
+) -> Ahead:
+    """Draft behind what this rank has evaluated; `rows` and `fills` are its own, `results` those of `rows`."""
+    num_guesses = plan.sizes.num_guesses
+    if model.self_drafter is None or not num_guesses:
+        return Ahead(guess(model, plan.decoding, plan.filling, draft, rows, fills, results, num_guesses))
+    blocks = np.zeros((len(draft.mine), block_words(num_guesses)), np.int32)
+    endings: list[tuple[Followed, Ending]] = []
+    for each in follow_all(draft, rows, results):
+        row, request = rows[each.place], plan.decoding[each.index]
+        above = row.num_entries - row.num_results
+        emitted = [*row.tokens[each.entries[above + 1 :]].tolist(), each.bonus]
+        model.self_drafter.learn(row.slot, len(request.tokens), emitted)
+        if each.is_end:
+            endings.append((each, ending_of(request, row, each, emitted)))
+    begun = {ending.slot for ending in model.self_drafter.begin([ending for _, ending in endings])}
+    endings = [(each, ending) for each, ending in endings if ending.slot in begun]
+    if not endings:
+        return Ahead(blocks)
+    moves = [
+        (each.place, entry, place) for each, _ in endings for place, entry in enumerate(each.entries) if entry != place
+    ]
+    assert model.cache is not None
+    model.cache.commit_moves(rows, np.array(moves, np.int64).reshape(-1, 3).T)
+    model.draft([ending for _, ending in endings])
+    for each, ending in endings:
+        blocks[each.place] = ending.draft.pack(each.end, each.bonus, num_guesses)
+    return Ahead(blocks, {each.place: each.entries for each, _ in endings})
+
+
+def ending_of(request: Request, row: Row, followed: Followed, emitted: list[int]) -> Ending:
+    """The end of a request's sequence after a step that emits these tokens."""
+    ends = request.text_stream.stop_ids
+    # A token behind the draft comes from the model itself.
+    most = 0 if ends.intersection(emitted) else request.longest - len(request.tokens) - len(emitted) - 1
+    processors = pure(request.processors)
+    tokens = [*request.tokens, *emitted] if processors is not None else []
+    num_cached = row.num_cached + len(followed.entries)
+    state = request.running
+
+    def continuation(chain: Sequence[int], count: int) -> tuple[Sequence[int], Sequence[float]]:
+        return state.continuation([*emitted, *chain], count)
+
+    known = row.slot, num_cached, followed.bonus, request.params, most, ends, processors, tokens
+    return Ending(*known, continuation)
+
+
+def begin_passes(model: TreeModel, batch: Sequence[Request], times: StepTimes | None) -> None:
+    """Let a copy know of the step of `batch` that begins."""
+    if model.self_drafter is not None and batch:
+        model.self_drafter.passes.begin_step(times, max([len(request.tokens) for request in batch]))
+
+
+def count_passes(model: TreeModel, outcomes: Sequence[Outcome], ms: float, longest_tree: int) -> None:
+    """Count what a step of `ms` milliseconds has brought; one that evaluated a prompt does not count."""
+    if model.self_drafter is not None and max(outcomes[0].num_entries) <= len(outcomes) * longest_tree:
+        num_tokens = sum([len(outcome.concluded.emitted) for outcome in outcomes])
+        model.self_drafter.passes.count_step(len(outcomes), num_tokens, ms)

@@ -1,0 +1,213 @@
+"""A model drafts for itself: a low-bit copy of its weights chooses the next tokens, a forward (a *pass*) for each.
+
+A pass reads the model's own K/V of committed tokens, in the same rows, and writes K/V of drafted tokens to the rows
+behind them. The next step writes over these: it evaluates the last committed token and every drafted one with the
+model itself, and only what it evaluates is ever committed. The copy chooses as the model does, with the noise,
+penalties, processors and grammar of the request at each position; so it seldom chooses another token. Where the text
+has a likely continuation a pass evaluates that too, and drafts as much of it as the copy would choose.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lpr.config import SamplingParams
+from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
+from lpr.core.passes import Passes
+from lpr.model.adapter import Adapter
+from lpr.model.heads.guesses import likeliest
+from lpr.model.kv_cache import KVCache
+from lpr.model.sampling.choice import pick
+from lpr.model.sampling.grammar import Grammar
+from lpr.model.sampling.processors import Processors, is_row_by_row
+from lpr.model.sampling.selection import Selection
+from lpr.model.step_inputs import Row
+
+LONGEST = 16
+"""Most tokens of a draft."""
+LONGEST_TEXT = 7
+"""Most tokens of the text that a pass evaluates."""
+SIBLINGS = 2
+"""Most runners-up that are guessed beside each of the copy's choices."""
+LEAST = 0.02
+"""Runners-up with a smaller share are left out."""
+NUM_GUESSES = LONGEST * (1 + SIBLINGS)
+NUM_ROWS = LONGEST + LONGEST_TEXT
+"""Rows of the cache that passes write behind a sequence."""
+Continue = Callable[[Sequence[int], int], tuple[Sequence[int], Sequence[float]]]
+
+
+def no_text(tokens: Sequence[int], count: int) -> tuple[Sequence[int], Sequence[float]]:
+    """The continuation of no text."""
+    return (), ()
+
+
+@dataclass
+class Ending:
+    """The end of a sequence, behind which the copy drafts."""
+
+    slot: int
+    num_cached: int
+    """Tokens whose K/V the model has computed: all but the last."""
+    token: int
+    """The last one."""
+    params: SamplingParams
+    most: int
+    """Most tokens that may follow it and be drafted."""
+    ends: frozenset[int] = frozenset()
+    """Tokens behind which nothing is drafted."""
+    processors: Processors | None = None
+    tokens: Sequence[int] = ()
+    """The sequence, if there are processors."""
+    continuation: Continue = no_text
+    """What the text has behind the sequence and some tokens, and the share of each (Drafter.continuation)."""
+    draft: HeadDraft = field(default_factory=lambda: HeadDraft(is_copy=True))
+    chain: list[int] = field(default_factory=list)
+    """The copy's choices."""
+    shares: list[float] = field(default_factory=list)
+    """How sure the copy was of each, from 1/2 up: one half of the share of its squared odds, and one half."""
+    text: list[int] = field(default_factory=list)
+    """What the text has behind the chain, as far as the next pass evaluates it."""
+    text_shares: list[float] = field(default_factory=list)
+    gain: float = 0.0
+    """The probability that the chain is right and the next pass finds more than the text has."""
+    _parent: int = 0
+    """The guess of the last choice."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if the copy may choose a further token."""
+        return len(self.chain) < min(self.most, LONGEST) and (not self.chain or self.chain[-1] not in self.ends)
+
+    def look(self, passes: Passes) -> None:
+        """Find what the next pass evaluates besides the last token of the chain."""
+        room = min(self.most, LONGEST) - len(self.chain) - 1
+        limit = min(LONGEST_TEXT, room) if self.processors is None else 0
+        text, shares = self.continuation(self.chain, limit) if limit > 0 else no_text((), 0)
+        count, path = passes.likely_text(shares)
+        self.text, self.text_shares = list(text[:count]), list(shares[:count])
+        self.gain = passes.path(self.shares) * (1.0 - path if count == limit > 0 else 1.0)
+
+    def row(self) -> Row:
+        """The entries of the next pass: the last token of the chain, and the text."""
+        tokens = [self.chain[-1] if self.chain else self.token, *self.text]
+        return Row.chain(self.slot, self.num_cached + len(self.chain), tokens, len(tokens))
+
+    def positions(self) -> list[int]:
+        """The places of the tokens that the next pass chooses."""
+        first = self.num_cached + len(self.chain) + 1
+        return list(range(first, first + len(self.text) + 1))
+
+    def take(self, chosen: Sequence[int], tokens: Sequence[Sequence[int]], odds: Sequence[Sequence[float]]) -> bool:
+        """Add the choices of a pass up to the first that the text has not, each with the likeliest tokens and odds.
+
+        False if the last one is no token.
+        """
+        for place, choice in enumerate(chosen):
+            if choice < 0:
+                return False
+            self._add(choice, tokens[place], odds[place])
+            if not self.is_open or place == len(self.text) or choice != self.text[place]:
+                return True
+        return True
+
+    def _add(self, chosen: int, tokens: Sequence[int], odds: Sequence[float]) -> None:
+        squares = [each * each for each in odds]
+        whole = sum(squares) or 1.0
+        shares = {token: square / whole for token, square in zip(tokens, squares, strict=True)}
+        above, share = self._parent, 0.5 + shares.pop(chosen, 0.0) / 2
+        self._parent = self.draft.add(above, chosen, min(int(share * PROBABILITY_STEPS), PROBABILITY_STEPS - 1))
+        for token, other in [pair for pair in shares.items() if pair[1] >= LEAST][:SIBLINGS]:
+            self.draft.add(above, token, int(other / 2 * PROBABILITY_STEPS))
+        self.chain.append(chosen)
+        self.shares.append(share)
+
+
+class SelfDrafter:
+    """Runs a copy with the adapter, cache and sampling of its model."""
+
+    def __init__(self, adapter: Adapter, copy: Callable[..., Any], passes: Passes | None = None) -> None:
+        """Draft with `copy`, which is called as the model of `adapter` is."""
+        self.adapter, self.copy = adapter, copy
+        self.passes = passes or Passes()
+        """Decides how many passes pay."""
+        self._last: dict[int, Ending] = {}
+        """What was drafted last, by slot."""
+
+    def learn(self, slot: int, num_tokens: int, emitted: Sequence[int]) -> None:
+        """Count the choices behind a sequence of `num_tokens` tokens by what the model has emitted there."""
+        drafted = self._last.pop(slot, None)
+        if drafted is not None and drafted.num_cached + 1 == num_tokens:
+            self.passes.copy.count(drafted.shares, drafted.chain, emitted)
+
+    def begin(self, endings: Sequence[Ending]) -> list[Ending]:
+        """Those of `endings` that a first pass drafts behind; none if it does not pay."""
+        active = [each for each in endings if each.is_open]
+        return active if self._pays(active, 0) else []
+
+    def _pays(self, active: Sequence[Ending], num_made: int) -> bool:
+        for each in active:
+            each.look(self.passes)
+        num_entries = sum([1 + len(each.text) for each in active])
+        return bool(active) and self.passes.worth(num_made, [each.gain for each in active], num_entries)
+
+    @torch.no_grad()
+    def draft(self, endings: Sequence[Ending], cache: KVCache) -> None:
+        """Let drafts follow `endings`, by a pass and further ones while they pay."""
+        active, num_made = list(endings), 0
+        self._last.update({each.slot: each for each in endings})
+        while active:
+            began = time.perf_counter()
+            rows = [each.row() for each in active]
+            positions = [each.positions() for each in active]
+            chosen, tokens, odds = self._choose(self._logits(rows, cache), active, positions)
+            start, going = 0, []
+            for each, row in zip(active, rows, strict=True):
+                mine = slice(start, start + row.num_entries)
+                start += row.num_entries
+                self.passes.text.count(each.text_shares, each.text, chosen[mine])
+                if not each.take(chosen[mine], tokens[mine], odds[mine]):
+                    cache.clear_entries(row)  # no row of a page may hold NaN
+                elif each.is_open:
+                    going.append(each)
+            num_made += 1
+            self.passes.count_pass(start, (time.perf_counter() - began) * 1e3)
+            active = going if self._pays(going, num_made) else []
+
+    def _logits(self, rows: Sequence[Row], cache: KVCache) -> Tensor:
+        """The copy's logits [entries, V] after each entry of each row."""
+        if len(rows) > 1 and not self.adapter.packed:
+            return torch.cat([self._logits([row], cache) for row in rows])
+        return self.adapter.forward(self.adapter.step_inputs(rows, cache), cache, model=self.copy)
+
+    def _choose(
+        self, logits: Tensor, active: Sequence[Ending], positions: Sequence[list[int]]
+    ) -> tuple[list[int], list[list[int]], list[list[float]]]:
+        """After each entry the choice of the request, or a code below 0, and the likeliest tokens and their odds."""
+        if any(each.processors is not None for each in active):
+            logits, start = logits.float(), 0
+            for each, mine in zip(active, positions, strict=True):
+                if each.processors is not None:
+                    ids = torch.from_numpy(np.array([[*each.tokens, *each.chain]], np.int64)).to(logits.device)
+                    scores = each.processors(ids, logits[start : start + 1].clone())
+                    logits[start] = scores[0] if scores is not None else torch.nan
+                start += len(mine)
+        selection = Selection.build([(each.params, mine) for each, mine in zip(active, positions, strict=True)])
+        selection = selection.to(logits.device)
+        chosen = pick(logits, selection)
+        tokens, odds = likeliest(logits, selection)
+        return chosen.tolist(), tokens.tolist(), odds.tolist()
+
+
+def pure(processors: Processors | None) -> Processors | None:
+    """Those of `processors` that keep no state of calls, in a set of their own: drafts may call them ahead of time."""
+    functions = processors.functions if processors is not None else ()
+    known = [each for each in functions if isinstance(each, Grammar) or is_row_by_row(each)]
+    return Processors(known) if known else None

@@ -1,0 +1,339 @@
+"""A model that drafts for itself: ids are those of plain decoding, drafts agree, and faults that must show."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import lpr.engine.ahead
+import lpr.engine.step
+from lpr import Completion, DecodeConfig, Engine, SamplingParams
+from lpr.config import InputError
+from lpr.core.passes import Passes
+from lpr.core.tree import Source
+from lpr.engine.ahead import Ahead
+from lpr.engine.exchange import Exchange
+from lpr.engine.guesses import Followed, follow_all
+from lpr.engine.prepare import why_no_copy
+from lpr.model.runner import TreeModel
+from lpr.model.self_draft import Ending, SelfDrafter, pure
+from lpr.model.step_inputs import Row
+from lpr.native import StepDraft
+from tests.fakes.altered_gather import change_received
+from tests.fakes.models import tiny_model
+from tests.fakes.worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
+
+PROMPTS = [[(7 * i + 3 * j * j + j) % 97 for j in range(6 + 20 * (i % 2))] for i in range(4)]
+GREEDY = [SamplingParams(max_new_tokens=40)] * 4
+SAMPLED = [SamplingParams(max_new_tokens=40, temperature=0.8, seed=seed) for seed in range(4)]
+DECODE = DecodeConfig(window_size=0, trie_nodes=16, max_batch_size=2, prefill_chunk=8)
+
+
+def model_of(model_type: str = "llama", **overrides: object) -> PreTrainedModel:
+    return tiny_model(model_type, seed=3, spread=0.12, **overrides)
+
+
+@cache
+def plain() -> Engine:
+    return Engine.from_model(model_of(), decode=DecodeConfig.autoregressive())
+
+
+def fixed(engine: Engine, passes: int = 4) -> Engine:
+    """Let an engine make so many passes in every step, whatever they take."""
+    assert engine.model.self_drafter is not None
+    engine.model.self_drafter.passes = Passes(fixed=passes)
+    return engine
+
+
+def drafting(
+    decode: DecodeConfig = DECODE, form: str = "int8", model: PreTrainedModel | None = None, **more: Any
+) -> Engine:
+    return fixed(Engine.from_model(model or model_of(), decode=decode, self_draft=form, **more))
+
+
+def ids(completions: Sequence[Completion]) -> list[list[int]]:
+    return [each.token_ids for each in completions]
+
+
+def copied(completions: Sequence[Completion]) -> tuple[int, int]:
+    """Nodes of the copy that were drafted and accepted."""
+    counts = [each.stats.sources["copy"] for each in completions if "copy" in each.stats.sources]
+    return sum(each.drafted for each in counts), sum(each.accepted for each in counts)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4"])
+def test_ids_are_those_of_plain_decoding(form: str, attention: str) -> None:
+    engine = drafting(form=form, attention=attention)
+    for params in (GREEDY, SAMPLED, [replace(each, seed=each.seed + 4) for each in SAMPLED]):
+        done = engine.generate(PROMPTS, params)
+        assert ids(done) == ids(plain().generate(PROMPTS, params))
+        drafted, accepted = copied(done)
+        assert accepted > (60 if form == "int8" else 20)
+
+
+def test_sampling_agrees_as_much_as_greedy_decoding() -> None:
+    for params in (GREEDY, [replace(each, temperature=1.3, top_k=20, top_p=0.95) for each in SAMPLED]):
+        done = drafting().generate(PROMPTS, params)
+        assert sum(each.stats.num_tokens for each in done) > 2.2 * sum(each.stats.num_steps for each in done)
+
+
+@pytest.mark.parametrize("decode", [DECODE, replace(DECODE, home_ranks=0), replace(DECODE, window_size=3)])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks(num_ranks: int, decode: DecodeConfig) -> None:
+    params = [GREEDY[0], *SAMPLED[1:]]
+    expected = ids(plain().generate(PROMPTS, params))
+    every = generate_on(num_ranks, model_of(), decode, PROMPTS, params, fixed, self_draft="int4")
+    for completions in every:
+        assert ids(completions) == expected and copied(completions)[1] > 20
+        assert copied(completions) == copied(every[0])
+
+
+@pytest.mark.parametrize("decode", [DECODE, replace(DECODE, home_ranks=0)])
+def test_a_single_request_has_the_copies_of_all_ranks(decode: DecodeConfig) -> None:
+    expected = ids(plain().generate(PROMPTS[1:2], SAMPLED[1:2]))
+    for completions in generate_on(2, model_of(), decode, PROMPTS[1:2], SAMPLED[1:2], fixed, self_draft="int8"):
+        assert ids(completions) == expected and copied(completions)[1] > 15
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_batches_come_and_go(adaptive: bool) -> None:
+    prompts = [[(5 * i + 3 * j) % 89 for j in range(5 + 9 * i)] for i in range(9)]
+    params = [SamplingParams(max_new_tokens=9 + 7 * i % 31, temperature=0.8 * (i % 2), seed=i) for i in range(9)]
+    sizes = {"window_size": "auto", "trie_nodes": "auto"} if adaptive else {}
+    engine = drafting(replace(DECODE, max_batch_size=4, **sizes))
+    assert ids(engine.generate(prompts, params)) == ids(plain().generate(prompts, params))
+
+
+def test_preemption_and_prefixes_that_are_found() -> None:
+    engine = drafting(replace(DECODE, kv_tokens=224, max_length=120, max_batch_size=4))
+    prompts = [[*range(40), 7 * i] for i in range(5)]
+    params = [replace(SAMPLED[0], seed=i) for i in range(5)]
+    expected = ids(plain().generate(prompts, params))
+    for _ in range(2):
+        assert ids(engine.generate(prompts, params)) == expected
+    assert engine.scheduler.placement.retained[1] > 0
+
+
+RULES = [
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.4, "no_repeat_ngram_size": 3},
+    {"logit_bias": {3: 2.0, 8: -5.0}, "min_new_tokens": 6, "stop_token_ids": (3, 9)},
+    {"forced_ids": (1, 2, 3)},
+    {"top_p": 0.8, "min_p": 0.02, "top_k": 30},
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: next(iter(rule)))
+def test_penalties_and_limits_act_on_drafts(rule: dict[str, Any]) -> None:
+    for each in (GREEDY[0], SAMPLED[1]):
+        params = [replace(each, seed=seed, **rule) for seed in range(4)]
+        done = drafting().generate(PROMPTS, params)
+        assert ids(done) == ids(plain().generate(PROMPTS, params))
+        drafted, accepted = copied(done)
+        assert accepted >= 0.6 * sum(each.stats.num_tokens - each.stats.num_steps for each in done)
+
+
+def test_a_processor_of_the_caller_is_called_as_without_drafts() -> None:
+    calls: list[int] = []
+
+    def remember(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(input_ids.shape[1])
+        return scores - 3.0 * (torch.arange(scores.shape[1]) % 7 == len(calls) % 7)
+
+    found = []
+    for engine in (plain(), drafting(replace(DECODE, max_batch_size=1))):
+        calls.clear()
+        done = engine.generate(PROMPTS[:1], GREEDY[0], [remember])
+        found.append((ids(done), list(calls)))
+    assert found[0] == found[1]
+
+
+def test_nothing_is_drafted_behind_the_end() -> None:
+    text = plain().generate(PROMPTS[:1], GREEDY[0])[0].token_ids
+    params = replace(GREEDY[0], stop_token_ids=(text[11],))
+    done = drafting().generate(PROMPTS[:1], params)
+    assert ids(done) == ids(plain().generate(PROMPTS[:1], params))
+    ending = Ending(0, 5, 1, GREEDY[0], most=3, ends=frozenset([4]))
+    ending.take([7], [[7]], [[1.0]])
+    assert ending.is_open
+    ending.take([4], [[4]], [[1.0]])
+    assert not ending.is_open
+
+
+FAMILIES = {
+    "mixtral": {"num_local_experts": 4},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_families(model_type: str) -> None:
+    model = model_of(model_type, **FAMILIES[model_type])
+    engine = Engine.from_model(model, decode=DecodeConfig.autoregressive())
+    expected = [ids(engine.generate(PROMPTS, params)) for params in (GREEDY, SAMPLED)]
+    engine = drafting(model=model)
+    done = [engine.generate(PROMPTS, params) for params in (GREEDY, SAMPLED)]
+    assert [ids(each) for each in done] == expected and copied([*done[0], *done[1]])[1] > 60
+
+
+def test_a_model_with_states_rests_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(
+        "bamba", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, attn_layer_indices=[1]
+    )
+    with caplog.at_level(logging.WARNING):
+        engine = Engine.from_model(model, decode=DECODE, self_draft="int8")
+    assert engine.model.self_drafter is None and engine.sizes.num_guesses == 0
+    assert any("does not draft for itself: its recurrent layers" in each.message for each in caplog.records)
+
+
+def test_plain_decoding_stays_plain() -> None:
+    engine = Engine.from_model(model_of(), decode=DecodeConfig.autoregressive(), self_draft="int8")
+    done = engine.generate(PROMPTS, GREEDY)
+    assert copied(done) == (0, 0) and all(each.stats.num_steps == each.stats.num_tokens for each in done)
+
+
+def test_a_form_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InputError, match="self_draft='int5'"):
+        Engine.from_model(model_of(), decode=DECODE, self_draft="int5")
+
+
+def test_exact_mode() -> None:
+    engine = Engine.from_model(model_of(), decode=DecodeConfig.autoregressive(), exact=True)
+    expected = ids(engine.generate(PROMPTS, SAMPLED))
+    done = drafting(exact=True).generate(PROMPTS, SAMPLED)
+    assert ids(done) == expected and copied(done)[1] > 60
+
+
+# Seeded faults.
+
+
+def run_with(patch: Callable[[pytest.MonkeyPatch], None] | None, form: str = "int4") -> tuple[bool, int]:
+    """Whether ids of two ranks are those of plain decoding under a fault, and the accepted nodes of the copy."""
+    params = [GREEDY[0], *SAMPLED[1:]]
+    expected = ids(plain().generate(PROMPTS, params))
+    decode = replace(DECODE, home_ranks=0, max_batch_size=4)
+    with pytest.MonkeyPatch.context() as context:
+        if patch is not None:
+            patch(context)
+        done = generate_on(2, model_of(), decode, PROMPTS, params, fixed, self_draft=form, attention="sdpa")
+    return all(ids(each) == expected for each in done), copied(done[0])[1]
+
+
+def kv_of_the_copy_stays(patch: pytest.MonkeyPatch) -> None:
+    """What a pass has written for a token stays, though the model has evaluated the token since."""
+    written: dict[int, list[tuple[np.ndarray, list[torch.Tensor]]]] = {}
+    run, look_ahead = SelfDrafter._logits, lpr.engine.step.look_ahead
+
+    def remember(self: SelfDrafter, rows: Sequence[Row], cache: Any) -> torch.Tensor:
+        logits = run(self, rows, cache)
+        for row in rows:
+            places = cache.write_rows([row], row.num_entries)[0, :1]
+            written.setdefault(id(cache), []).append((places, [pool[:, places].clone() for pool in cache._pools]))
+        return logits
+
+    def put_back(plan: Any, model: TreeModel, *args: Any) -> Ahead:
+        for places, values in written.pop(id(model.cache), []):
+            for pool, value in zip(model.cache._pools, values, strict=True):  # type: ignore[union-attr]
+                pool[:, places] = value
+        return look_ahead(plan, model, *args)
+
+    patch.setattr(SelfDrafter, "_logits", remember)
+    patch.setattr(lpr.engine.step, "look_ahead", put_back)
+
+
+def a_choice_of_the_copy_counts(patch: pytest.MonkeyPatch) -> None:
+    """A node of the copy is accepted whatever the model has chosen."""
+
+    def change(exchange: Exchange, draft: StepDraft, tables: np.ndarray) -> None:
+        for place, index in enumerate(draft.served[0]):
+            tree, shards = draft.trees[index], draft.shards[index]
+            assert tree is not None and shards is not None
+            for node in range(1, len(tree)):
+                if tree.sources[node] == Source.COPY and tree.parents[node] == 0:
+                    for rank, shard in enumerate(shards):
+                        if 0 in shard.owned:
+                            tables[rank, place, list(shard.owned).index(0), 0] = tree.tokens[node]
+                    break
+
+    change_received(patch, change)
+
+
+def noise_of_another_seed(patch: pytest.MonkeyPatch) -> None:
+    choose = SelfDrafter._choose
+
+    def mutant(self: SelfDrafter, logits: torch.Tensor, active: Sequence[Ending], *rest: Any) -> Any:
+        others = [replace(each, params=replace(each.params, seed=each.params.seed + 1)) for each in active]
+        return choose(self, logits, others, *rest)
+
+    patch.setattr(SelfDrafter, "_choose", mutant)
+
+
+def another_path_is_taken(patch: pytest.MonkeyPatch) -> None:
+    """Each rank takes a wrong path for the accepted one, where its part of the tree has another."""
+
+    def mutant(draft: StepDraft, rows: Sequence[Row], results: Any) -> list[Followed]:
+        found = []
+        for each in follow_all(draft, rows, results):
+            row = rows[each.place]
+            last = row.num_entries - 1
+            if last not in each.entries and row.num_results > 1:
+                each = replace(each, entries=[*range(row.num_entries - row.num_results + 1), last], is_end=True)
+            found.append(each)
+        return found
+
+    patch.setattr(lpr.engine.ahead, "follow_all", mutant)
+
+
+def moved_entries_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """The entries of a path that was not accepted stay where the rank has moved them."""
+    another_path_is_taken(patch)
+    patch.setattr(lpr.engine.step, "accepted_entries", lambda *args: [])
+
+
+def moves_are_made_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ahead, "left", lambda self, moves: moves)
+
+
+def test_without_a_fault() -> None:
+    for form, fewest in (("int4", 30), ("int8", 60)):
+        same, accepted = run_with(None, form)
+        assert same and accepted > fewest
+
+
+@pytest.mark.parametrize(
+    "fault", [kv_of_the_copy_stays, a_choice_of_the_copy_counts, moved_entries_are_kept, moves_are_made_twice]
+)
+def test_faults_change_ids(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    try:
+        same, _ = run_with(fault)
+    except (RuntimeError, ValueError, AssertionError, IndexError):
+        return  # noticed
+    assert not same
+
+
+def test_other_noise_loses_drafts() -> None:
+    same, accepted = run_with(noise_of_another_seed, "int8")
+    assert same and accepted < 0.8 * run_with(None, "int8")[1]
+
+
+def test_a_rank_that_took_another_path_computes_the_accepted_one() -> None:
+    same, _ = run_with(another_path_is_taken)
+    assert same
+
+
+def test_drafts_of_processors_that_keep_a_state_are_left_out() -> None:
+    assert pure(None) is None
+    ranks = run_ranks(ThreadWorld(1), lambda comm: why_no_copy(plain().replica.like, comm))
+    assert ranks == [None]
+    comm = ThreadComm(ThreadWorld(2, tp=2), 0)
+    assert why_no_copy(plain().replica.like, comm) == "ranks share its weights (--tp)"
