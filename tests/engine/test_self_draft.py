@@ -252,7 +252,7 @@ def kv_of_the_copy_stays(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_choice_of_the_copy_counts(patch: pytest.MonkeyPatch) -> None:
-    """A node of the copy is accepted whatever the model has chosen."""
+    """A token of the copy, its last one behind the root, is accepted whatever the model has chosen."""
 
     def change(exchange: Exchange, draft: StepDraft, tables: np.ndarray) -> None:
         for place, index in enumerate(draft.served[0]):
@@ -263,7 +263,6 @@ def a_choice_of_the_copy_counts(patch: pytest.MonkeyPatch) -> None:
                     for rank, shard in enumerate(shards):
                         if 0 in shard.owned:
                             tables[rank, place, list(shard.owned).index(0), 0] = tree.tokens[node]
-                    break
 
     change_received(patch, change)
 
