@@ -29,9 +29,11 @@ FIRST_STEPS = 4
 """Plain steps that count before the first one, where the times of steps are known."""
 PROBE = 0.004
 """Part of all time that passes may take while none is expected to pay."""
+EARLY_PROBES = 16
+"""Passes that are tried sooner, the first one this many times as soon: what the first passes took may be wrong."""
 LEAST_TEXT = 0.4
 """Path probability of a token of the text below which a pass does not evaluate it."""
-FASTER, SLOWER = 0.5, 0.05
+FASTER, SLOWER = 0.7, 0.05
 """Weights of a pass that took less or more than those before: other programs make passes longer, none shorter."""
 
 
@@ -64,14 +66,14 @@ class Agreement:
 class Passes:
     """Counts what passes take and bring, and decides on the next one."""
 
-    def __init__(self, fixed: int | None = None, fewest: int = 0) -> None:
-        """Always `fixed` passes or, by what pays, `fewest` or more."""
+    def __init__(self, fixed: int | None = None, fewest: int = 0, first_ms: float | None = None) -> None:
+        """Always `fixed` passes or, by what pays, `fewest` or more; a pass of one token took `first_ms` at start."""
         self._fixed, self._fewest = fixed, fewest
         self.copy, self.text = Agreement(), Agreement()
         """Of the copy's choices with the model's, and of the text's continuations with the copy's choices."""
-        self._pass_ms: dict[int, float] = {}
+        self._pass_ms: dict[int, float] = {} if first_ms is None else {1: first_ms}
         self._times: StepTimes | None = None
-        self._longest, self._idle_ms = 1, 0.0
+        self._longest, self._idle_ms, self._num_probed = 1, 0.0, 0
         self._rates: dict[int, list[float]] = {}
 
     def begin_step(self, times: StepTimes | None, longest: int) -> None:
@@ -111,9 +113,13 @@ class Passes:
             entries = count * (num_made + 1)
             took += self._time(entries + count, count) - self._time(entries, count)
         pays = self.copy.mean * sum(gains) * ms > tokens * took
-        if not pays and (num_made or self._idle_ms * PROBE < took):
+        if pays:
+            self._idle_ms = 0.0
+            return True
+        share = PROBE * max(1.0, EARLY_PROBES / (1 + self._num_probed))
+        if num_made or self._idle_ms * share < took:
             return False
-        self._idle_ms = 0.0
+        self._idle_ms, self._num_probed = 0.0, self._num_probed + 1
         return True
 
     def count_pass(self, num_entries: int, ms: float) -> None:

@@ -24,6 +24,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from lpr.config import DecodeConfig, InputError
 from lpr.drop_in.rows import OutputBatch, OutputRow
 from lpr.engine.engine import Engine
+from lpr.engine.options import EngineOptions, SelfDraft
 from lpr.engine.request import Request
 from lpr.engine.turns import PATIENCE
 from lpr.model.adapter import evaluating, own_attention
@@ -67,13 +68,16 @@ class Lookahead:
 
     __signature__ = HandOver()
 
-    def __init__(self, decode: DecodeConfig | None = None, *, exact: bool = False) -> None:
+    def __init__(
+        self, decode: DecodeConfig | None = None, *, exact: bool = False, self_draft: SelfDraft = "off"
+    ) -> None:
         """Draft as `decode` asks, except that `max_batch_size` and `max_length` follow from each call.
 
-        `exact` is that of EngineOptions: ids and logits do not depend on `decode`, in half precision either.
+        `exact` and `self_draft` are those of EngineOptions: with `exact`, ids and logits do not depend on `decode`, in
+        half precision either.
         """
         self.decode = decode if decode is not None else DecodeConfig()
-        self.exact = exact
+        self.options = EngineOptions(prefix_reuse=False, exact=exact, self_draft=self_draft)
 
     def __call__(
         self,
@@ -100,7 +104,9 @@ class Lookahead:
         batch = OutputBatch(input_ids, num_pads, generation_config, logits_processor, stopping_criteria, lpr_streamer)
         sampled = generation_config.do_sample
         seeds = torch.randint(2**63 - 1, (len(prompts),)).tolist() if sampled else [0] * len(prompts)
-        with EngineCache.of(model).engine_for(model, self.decode, prompts, batch.max_new_tokens, self.exact) as engine:
+        with EngineCache.of(model).engine_for(
+            model, self.decode, prompts, batch.max_new_tokens, self.options
+        ) as engine:
             requests: dict[Request, OutputRow] = {}
             try:
                 for row, prompt, seed in zip(batch.rows, prompts, seeds, strict=True):
@@ -230,7 +236,7 @@ class EngineCache:
         decode: DecodeConfig,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
-        exact: bool = False,
+        options: EngineOptions,
     ) -> Iterator[Engine]:
         """The engine for one call, with a slot per prompt and room for its tokens as far as the model has positions.
 
@@ -243,7 +249,7 @@ class EngineCache:
             with self._free:
                 if caller in self._callers:
                     raise InputError("generate with lpr.lookahead cannot run inside another such call on its model")
-                how = model, decode, len(prompts), longest, exact
+                how = model, decode, len(prompts), longest, options
                 if not self._free.wait_for(lambda: not self._callers or self._fits(*how), PATIENCE):
                     raise RuntimeError(f"another thread's generate has used this model for {PATIENCE:.0f} seconds")
                 is_alone = not self._callers
@@ -264,10 +270,10 @@ class EngineCache:
                 self._mode.close()
             self._free.notify_all()
 
-    def _key(self, model: PreTrainedModel, exact: bool) -> tuple[Any, ...]:
+    def _key(self, model: PreTrainedModel, options: EngineOptions) -> tuple[Any, ...]:
         """What an engine was made for and cannot change."""
         vocab_size = model.config.get_text_config(decoder=True).vocab_size  # drafts must not have ids of a larger one
-        return model.device, model.dtype, vocab_size, exact, torch.get_num_threads() if exact else None
+        return model.device, model.dtype, vocab_size, options, torch.get_num_threads() if options.exact else None
 
     def _wanted(self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int) -> DecodeConfig:
         """The configuration for a call; no smaller than the engine's."""
@@ -277,21 +283,25 @@ class EngineCache:
             length, slots = max(length, self.engine.max_length), max(slots, self.engine.decode.max_batch_size)
         return replace(decode, max_batch_size=slots, max_length=length)
 
-    def _fits(self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int, exact: bool) -> bool:
+    def _fits(
+        self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int, options: EngineOptions
+    ) -> bool:
         """True if a call can join those that run."""
-        if self.engine is None or self._made_for != self._key(model, exact):
+        if self.engine is None or self._made_for != self._key(model, options):
             return False
         return self.engine.decode == self._wanted(model, decode, slots, longest)
 
-    def _make(self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int, exact: bool) -> None:
+    def _make(
+        self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int, options: EngineOptions
+    ) -> None:
         """Make the engine, or configure the one that there is."""
-        key = self._key(model, exact)
+        key = self._key(model, options)
         if self.engine is not None and (self._made_for != key or not self.engine.replica.watch.is_followed()):
             self.engine = None
         wanted = self._wanted(model, decode, slots, longest)
         if self.engine is None:
             with own_attention(model):
-                self.engine = Engine.from_model(model, decode=wanted, prefix_reuse=False, exact=exact)
+                self.engine = Engine.from_model(model, decode=wanted, options=options)
             self._made_for = key
         elif self.engine.decode != wanted:
             self.engine.configure(wanted, keep_drafts=True)

@@ -10,6 +10,8 @@ from typing import Literal
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes, read_step_times
 
+SelfDraft = Literal["auto", "off", "int8", "fp8", "int4"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -32,7 +34,7 @@ class EngineOptions:
     for a model that lpr loads itself and whose layers it has no kernels for."""
     tp_backend: Literal["transformers", "deepspeed"] = "transformers"
     """The library that splits the model: transformers by its own plan, or deepspeed, which needs none."""
-    self_draft: Literal["auto", "off", "int8", "fp8", "int4"] = "off"
+    self_draft: SelfDraft = "off"
     """Draft with a copy of the model's weights in so many bits, made at start, by as many passes as pay. auto: int8, if
     there is memory for it and tree sizes are automatic. A named form makes one pass or more in each step. Not with --tp
     and for models with recurrent layers."""

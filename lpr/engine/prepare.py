@@ -174,7 +174,7 @@ def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Com
         if why is None and options.self_draft == "auto" and not _has_room(model, comm):
             why = "there is no memory for a copy"
         if why is None:
-            model.use_copy(make_copy(model.model, form), like)
+            model.use_copy(partial(make_copy, model.model, form), like)
     except Exception as failure:  # of modules that get what they do not expect: of any type
         why = first_line(failure)
         if options.self_draft != "auto":

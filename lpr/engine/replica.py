@@ -401,7 +401,8 @@ class Replica(StepHooks):
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
         self.pace, self.model.rests = Pace() if times is not None and self.sizes.num_guesses else None, False
         if self.model.self_drafter is not None:
-            self.model.self_drafter.passes = Passes(fewest=int(self.options.self_draft != "auto"))
+            drafter = self.model.self_drafter
+            drafter.passes = Passes(fewest=int(self.options.self_draft != "auto"), first_ms=drafter.first_ms)
         if times is not None:
             limits, decode = self.scheduler.limits, self.decode
             limits.join_chunk = max(SHORTEST_FILL, times.critical_length())

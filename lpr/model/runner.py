@@ -29,7 +29,7 @@ from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.sampling.choice import has_kernels
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
-from lpr.model.self_draft import Ending, SelfDrafter
+from lpr.model.self_draft import NUM_TIMED, Ending, SelfDrafter
 from lpr.model.step_inputs import Row
 from lpr.model.torch_compile import CompiledForward
 
@@ -148,11 +148,13 @@ class TreeModel:
         self.guess_ms += (time.perf_counter() - began) * 1e3
         return drafts
 
-    def use_copy(self, copy: Callable[..., Any], like: KVCache) -> None:
-        """Let `copy` draft after each step; raises any error of one that does not fit. `like` is the check's cache."""
-        drafter = SelfDrafter(self.adapter, copy)
-        for _ in range(2):  # the first one sets libraries up
-            drafter.draft([Ending(0, 3, 1, SamplingParams(), 2)], like)
+    def use_copy(self, make_copy: Callable[[], Callable[..., Any]], like: KVCache) -> None:
+        """Let a copy draft after each step; raises any error of one that does not fit. `like` is the check's cache."""
+        drafter = SelfDrafter(self.adapter, make_copy)
+        for _ in range(NUM_TIMED):
+            began = time.perf_counter()
+            drafter.draft([Ending(0, 3, 1, SamplingParams(), 1)], like)
+            drafter.first_ms = min(drafter.first_ms, (time.perf_counter() - began) * 1e3)
         self.self_drafter = drafter
 
     def draft(self, endings: Sequence[Ending]) -> None:

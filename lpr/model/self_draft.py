@@ -9,6 +9,7 @@ has a likely continuation a pass evaluates that too, and drafts as much of it as
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ SIBLINGS = 2
 """Most runners-up that are guessed beside each of the copy's choices."""
 LEAST = 0.02
 """Runners-up with a smaller share are left out."""
+NUM_TIMED = 8
+"""Passes that are timed at start; the shortest counts."""
 NUM_GUESSES = LONGEST * (1 + SIBLINGS)
 NUM_ROWS = LONGEST + LONGEST_TEXT
 """Rows of the cache that passes write behind a sequence."""
@@ -133,13 +136,20 @@ class Ending:
 class SelfDrafter:
     """Runs a copy with the adapter, cache and sampling of its model."""
 
-    def __init__(self, adapter: Adapter, copy: Callable[..., Any], passes: Passes | None = None) -> None:
-        """Draft with `copy`, which is called as the model of `adapter` is."""
-        self.adapter, self.copy = adapter, copy
-        self.passes = passes or Passes()
+    def __init__(self, adapter: Adapter, make_copy: Callable[[], Callable[..., Any]]) -> None:
+        """Draft with a copy, which is called as the model of `adapter` is."""
+        self.adapter, self._make_copy = adapter, make_copy
+        self.copy = make_copy()
+        self.passes = Passes()
         """Decides how many passes pay."""
+        self.first_ms = math.inf
+        """Milliseconds of a pass of one token, as measured at start."""
         self._last: dict[int, Ending] = {}
         """What was drafted last, by slot."""
+
+    def renew(self) -> None:
+        """Make the copy anew, as the model's weights have changed."""
+        self.copy = self._make_copy()
 
     def learn(self, slot: int, num_tokens: int, emitted: Sequence[int]) -> None:
         """Count the choices behind a sequence of `num_tokens` tokens by what the model has emitted there."""

@@ -89,6 +89,8 @@ class Watch:
         """As `note`; raises InputError if the engine holds copies of the weights."""
         if any(isinstance(each, PrepackedLinear) for each, _, _ in self._modules):
             raise _refused("its weights have changed, of which the engine holds a copy that suits this processor")
+        if self._runner.self_drafter is not None:
+            self._runner.self_drafter.renew()
         self.note()
 
     def is_followed(self) -> bool:

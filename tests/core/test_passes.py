@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lpr.core.constants import KNOTS
-from lpr.core.passes import FIRST_STEPS, MOST_PASSES, PROBE, Agreement, Passes, octave_of
+from lpr.core.passes import EARLY_PROBES, FIRST_STEPS, MOST_PASSES, PROBE, Agreement, Passes, octave_of
 from lpr.core.step_times import StepTimes
 
 ROW = [17.0 + 0.5 * knot for knot in KNOTS]
@@ -49,8 +49,14 @@ def test_the_number_that_brings_most_tokens_per_second_is_found(pass_ms: float, 
 
 
 def test_passes_that_take_as_long_as_steps_rest_and_are_tried_now_and_then() -> None:
-    numbers = run(Passes(), 20.0, num_steps=2000)
-    assert 0 < sum(numbers[50:]) * 20.0 < 2 * PROBE * sum(TIMES.time(1) + 20.0 * number for number in numbers[50:])
+    numbers = run(Passes(), 20.0, num_steps=6000)
+    assert sum(numbers[:1000]) < 2 * EARLY_PROBES
+    assert 0 < sum(numbers[1000:]) * 20.0 < 2 * PROBE * sum(TIMES.time(1) + 20.0 * each for each in numbers[1000:])
+
+
+def test_a_wrong_first_time_is_found_out() -> None:
+    numbers = run(Passes(first_ms=60.0), 6.0, num_steps=250)
+    assert numbers[0] == 0 and numbers[-1] >= 3
 
 
 def test_many_sequences_rest_where_one_does_not() -> None:

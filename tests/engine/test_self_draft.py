@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,12 +14,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import lpr
 import lpr.engine.ahead
 import lpr.engine.step
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.passes import Passes
 from lpr.core.tree import Source
+from lpr.drop_in.lookahead import EngineCache
 from lpr.engine.ahead import Ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.guesses import Followed, follow_all
@@ -214,6 +217,28 @@ def test_exact_mode() -> None:
     assert ids(done) == expected and copied(done)[1] > 60
 
 
+def test_the_copy_follows_the_weights_of_its_model() -> None:
+    model = model_of()
+    engine = drafting(model=model)
+    engine.generate(PROMPTS, GREEDY)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.roll(weight, 1, 0))
+    changed = Engine.from_model(copy.deepcopy(model), decode=DecodeConfig.autoregressive())
+    done = engine.generate(PROMPTS, GREEDY)
+    assert ids(done) == ids(changed.generate(PROMPTS, GREEDY)) and copied(done)[1] > 60
+
+
+def test_the_drop_in_drafts_with_a_copy() -> None:
+    model = model_of()
+    given = torch.tensor(PROMPTS[:1])
+    how = {"attention_mask": torch.ones_like(given), "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    found = model.generate(given, custom_generate=lpr.Lookahead(DECODE, self_draft="int8"), **how)
+    assert found.tolist() == model_of().generate(given, **how).tolist()
+    engine = EngineCache.of(model).engine
+    assert engine is not None and engine.model.self_drafter is not None
+
+
 # Seeded faults.
 
 
@@ -252,7 +277,7 @@ def kv_of_the_copy_stays(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_choice_of_the_copy_counts(patch: pytest.MonkeyPatch) -> None:
-    """A node of the copy is accepted whatever the model has chosen."""
+    """A token of the copy, its last one behind the root, is accepted whatever the model has chosen."""
 
     def change(exchange: Exchange, draft: StepDraft, tables: np.ndarray) -> None:
         for place, index in enumerate(draft.served[0]):
@@ -263,7 +288,6 @@ def a_choice_of_the_copy_counts(patch: pytest.MonkeyPatch) -> None:
                     for rank, shard in enumerate(shards):
                         if 0 in shard.owned:
                             tables[rank, place, list(shard.owned).index(0), 0] = tree.tokens[node]
-                    break
 
     change_received(patch, change)
 
