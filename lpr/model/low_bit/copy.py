@@ -54,7 +54,7 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
     shared = {id(each): each for each in _shared(model)}
     twin = copy.deepcopy(model, dict(shared))
     undo_forwards(twin)
-    num_bytes = 0
+    num_bytes, head = 0, twin.get_output_embeddings()
     for module in list(twin.modules()):
         if can_round_experts(module):
             module.forward = experts = LowBitExperts(module, form)
@@ -62,7 +62,8 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
         groups: list[list[Any]] = [[getattr(module, name, None) for name in names] for names in GROUPS]
         for members in [*groups, *([each] for each in module.children())]:
             if _can_round(members):
-                num_bytes += round_linear(members, form).num_bytes
+                fine = form == "int4" and members[0] is head
+                num_bytes += round_linear(members, "int8" if fine else form).num_bytes
     if fuse:
         setting = Setting(model.device)
         for each in FUSED:

@@ -122,8 +122,10 @@ def test_forms(form: Form) -> None:
     assert twin.form == form and isinstance(twin, LowBitCopy)
     assert 1e-3 < difference(world.logits(twin.model), world.logits(model)) < NEAR[form]
     full = sum(each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear))
-    bits = {"int8": 8, "fp8": 8, "int4": 5}[form]
-    assert full * bits / 8 <= twin.num_bytes < 1.25 * full * bits / 8
+    size = full - 3 / 8 * (full - model.lm_head.weight.numel()) if form == "int4" else full
+    assert size <= twin.num_bytes < 1.25 * size
+    fine = make_copy(model, "int8").model.lm_head.weight
+    assert torch.equal(twin.model.lm_head.weight, fine) == (form != "fp8"), "the head has 8 bits"
 
 
 def test_an_unknown_form_is_refused() -> None:
