@@ -31,8 +31,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lpr.model.rewrite.base import Setting, Stage
-from lpr.model.rewrite.table import rewrite
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -41,6 +39,8 @@ from benchmarks.common import RESULTS, Flag, circumstances, read_options, reason
 from benchmarks.gpu import models, parts, several
 from lpr import InputError
 from lpr.dist.runtime import leave
+from lpr.model.rewrite.base import Setting, Stage
+from lpr.model.rewrite.table import rewrite
 from tests.fakes.prompts import PROMPTS
 
 BUDGETS = {
