@@ -36,11 +36,6 @@ LONG = SamplingParams(max_new_tokens=40)
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model(spread=0.12)
-
-
-@pytest.fixture(scope="module")
 def expected(model: PreTrainedModel) -> list[list[int]]:
     engine = Engine.from_model(model, decode=DecodeConfig.autoregressive(), prefix_reuse=False)
     return [engine.generate([prompt], LONG)[0].token_ids for prompt in PROMPTS]

@@ -21,17 +21,11 @@ from lpr.engine.hooks import StepHooks
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
 from tests.fakes.interruptions import interrupted_at
-from tests.fakes.models import tiny_model
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
 DECODE = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=3, kv_tokens=700, prefill_chunk=48)
 PROMPTS = [[(7 * i + 3 * i * i + k) % 97 for i in range(40 + k)] for k in range(3)]
 PARAMS = [SamplingParams(max_new_tokens=30, temperature=t, seed=5, logprobs=1) for t in (0.0, 0.8, 0.8)]
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model(spread=0.12)
 
 
 @pytest.fixture(scope="module")
