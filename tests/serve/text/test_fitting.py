@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,9 +31,11 @@ def chat(**body: Any) -> ChatBody:
     return TypeAdapter(ChatBody).validate_python(body)
 
 
+served_once = cache(served)
+
+
 def prompt(template: str, body: ChatBody) -> str:
-    model = served(template)
-    return model.chat_text(body)
+    return served_once(template).chat_text(body)
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
