@@ -21,9 +21,9 @@ def again(
     def repeated(*args: Any, **kwargs: Any) -> None:
         test(*args, **kwargs)
 
-    marks = [mark for mark in test.pytestmark if mark.name != "parametrize" or mark.args[0] != names]  # type: ignore[attr-defined]
-    assert len(marks) == len(test.pytestmark) - 1, f"{test.__name__} has no parameters {names!r}"  # type: ignore[attr-defined]
-    known = list(without)
-    more = pytest.mark.parametrize(names, [case for case in cases if case not in known])
-    repeated.pytestmark = [*marks, more.mark]  # type: ignore[attr-defined]
+    marks: list[pytest.Mark] = list(test.pytestmark)  # type: ignore[attr-defined]
+    (mine,) = (mark for mark in marks if mark.name == "parametrize" and mark.args[0] == names)
+    others, known = [mark for mark in marks if mark is not mine], list(without)
+    more = pytest.mark.parametrize(names, [case for case in cases if case not in known], **mine.kwargs)
+    repeated.pytestmark = [*others, more.mark]  # type: ignore[attr-defined]
     return repeated
