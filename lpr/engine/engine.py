@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
 from lpr.core.step_times import StepTimes
 from lpr.core.suffix_index import END
 from lpr.dist.comm import Comm, agree, is_driver
-from lpr.engine.commands import Configure, Costs, Drain, Learn
+from lpr.engine.commands import Compile, Configure, Costs, Drain, Learn
 from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
 from lpr.engine.options import EngineOptions
@@ -327,6 +328,15 @@ class Engine:
         """
         check_history(history, self.model.vocab_size)
         self.driver.post(Learn(history.tobytes(), tenant=tenant, read_to=read_to))
+
+    @in_turn
+    def compile(self, grammar: str) -> Future[Any] | None:
+        """Compile a grammar on all ranks, beside their steps, for a request that follows.
+
+        The result says when this rank has done it; None if it cannot.
+        """
+        self.driver.post(Compile(grammar))
+        return self.replica.requests.compile(grammar, self.model.vocab_size)
 
     @in_turn
     def learned(self, tenant: str = "") -> tuple[np.ndarray, str]:

@@ -19,7 +19,7 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, is_driver
 from lpr.dist.errors import MeshChangedError, first_line
 from lpr.engine import handover
-from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
+from lpr.engine.commands import Command, Compile, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
@@ -106,6 +106,8 @@ class Replica(StepHooks):
                 self._abort(command.id)
             case Learn():
                 self.drafts.learn(command)
+            case Compile():
+                self.requests.compile(command.grammar, self.model.vocab_size)
             case Costs():
                 times = StepTimes.from_json(command.table)
                 if command.given:

@@ -42,7 +42,7 @@ SAMPLES = (1, -1, 0.5, "a", "auto", True, False, [], ["a"], [{}], {}, {"type": "
 def refused(kind: type[Harmless], **fields: Any) -> str | None:
     """The name of the field that is refused; None if the body is taken."""
     try:
-        check_body(kind.__name__, json.dumps({**LEAST[kind], **fields}).encode())
+        check_body(kind.__name__, json.dumps({**LEAST[kind], **fields}).encode(), False)
     except ApiError as failure:
         assert failure.status == 400 and failure.param is not None, failure.message
         assert failure.param.split(".")[0] in failure.message
@@ -140,7 +140,7 @@ def test_continues_bodies() -> None:
 def test_an_image_is_refused_by_the_place_of_its_part() -> None:
     content = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}]
     with pytest.raises(ApiError, match="image_url") as failed:
-        check_body("ChatBody", json.dumps({"messages": [{"role": "user", "content": content}]}).encode())
+        check_body("ChatBody", json.dumps({"messages": [{"role": "user", "content": content}]}).encode(), False)
     assert failed.value.param == "messages.0.content.1"
 
 
