@@ -182,8 +182,10 @@ def test_commands_travel_with_steps_that_only_fill(model: PreTrainedModel) -> No
 # Prefix reuse.
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+HITS = [(1, 0.9), (3, 0.0)]
+
+
+@pytest.mark.parametrize("num_ranks, temperature", HITS)
 def test_a_hit_equals_a_miss(num_ranks: int, temperature: float) -> None:
     """Prompts that grow, that share a beginning with a running one, and that come again, with neighbours cancelled."""
     model = tiny_model(seed=5, spread=0.12)
