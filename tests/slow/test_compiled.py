@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,8 @@ from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import guard
 from tests.model.test_compiled import (
     Small,
+    asks_for_parts,
+    equal_sizes_are_one,
     quick_kernel,
     replica,
     runner_of,
@@ -45,12 +48,7 @@ def test_a_head_that_asks_for_parts_doubles_the_forms(
     replica: TensorParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits are gathered outside of what is compiled, as sampling that needs all of them would be other forms."""
-
-    def forward(self: VocabularyHead, input: torch.Tensor) -> torch.Tensor:
-        step, mine = current_step(), nn.functional.linear(input, self.weight)
-        return mine if step is not None and step.in_parts else mine + 0
-
-    monkeypatch.setattr(VocabularyHead, "forward", forward)
+    monkeypatch.setattr(VocabularyHead, "forward", asks_for_parts)
     assert start_compiled("llama", 1, 1, replica=replica, folder=tmp_path)[1] > 4
 
 
@@ -92,8 +90,9 @@ def test_a_start_of_gemma2_compiles_four_forms() -> None:
     assert start_compiled("gemma2") == (4, 4, 4)
 
 
-def test_forms_by_the_number_of_keys_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    the_number_of_keys_decides(monkeypatch)
+@pytest.mark.parametrize("fault", [equal_sizes_are_one, the_number_of_keys_decides])
+def test_more_forms_are_noticed(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     assert start_compiled("llama", 1, 1)[1] > 4
 
 
