@@ -202,3 +202,9 @@ def as_specified(tree: Any) -> TokenTree:
 def llama() -> PreTrainedModel:
     """One tiny Llama for tests that do not change it."""
     return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def model() -> PreTrainedModel:
+    """As `llama`, with logits closer to each other: drafts are accepted and rejected."""
+    return tiny_model(spread=0.12)

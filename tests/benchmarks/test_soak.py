@@ -6,24 +6,12 @@ import socket
 import threading
 import time
 
-import pytest
-
 from benchmarks import soak
-from benchmarks.hostile.attack import Attack, Plan
 from benchmarks.hostile.livez import Livez, summary
-from benchmarks.hostile.neighbours import KEYS, Case, Tally, ask, at_rest, attacked, first_tokens
-from lpr import bundled_model
+from benchmarks.hostile.neighbours import KEYS, Case, Tally, ask, first_tokens
 from tests.fakes.fake_driver import served
 from tests.fakes.hostile.client import Client
 from tests.fakes.hostile.probes import PROBES
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("attacked")
-    flags = ["--model", bundled_model(), "--max-batch-size", "4"]
-    with attacked(folder, flags, threads=1) as running:
-        yield running
 
 
 def client_of(url, key=""):
@@ -36,23 +24,6 @@ def test_a_service_without_keys_answers_under_its_own_names_only():
     with served() as service:
         for each in keyless:
             assert each.once(client_of(service.url)) == ({"421": 1}, "")
-
-
-def test_an_attacked_service_comes_to_rest(service):
-    plan = Plan(url=service.url, key=KEYS[0], other=KEYS[1], probes=["drop", "unread_streams", "fields"], hold=0.2)
-    livez, attack = Livez(service.url, 0.02), Attack(plan)
-    time.sleep(1.5)
-    seen, asked = attack.stop(), livez.asked()
-    assert (
-        not seen.problems
-        and sum(sum(each.values()) for each in seen.seen.values()) > 2
-        and set(seen.seen) <= {"drop", "unread_streams", "fields"}
-    )
-    found = summary(asked)
-    assert found["asked"] > 20 and found["failed"] == 0
-    assert at_rest(service.url)
-    held = soak.left_open(service, 20.0)
-    assert (held["running"], held["waiting"], held["cache"]) == (0, 0, 0)
 
 
 def test_a_wrong_text_is_found_and_only_that():

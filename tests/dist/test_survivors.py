@@ -398,6 +398,6 @@ def test_a_rank_dies_where_pages_run_out(llama: PreTrainedModel) -> None:
     world = run(job := CrowdedJob(llama, decode))
     assert texts(job) == expected and job.num_preemptions > 0
     start, last = run_start(llama, decode), world.num_collectives["epoch/0"]
-    for fault in sample(every_fault(start, last), 8):
+    for fault in sample(every_fault(start, last), 4):
         run(job := CrowdedJob(llama, decode), fault)
         assert texts(job) == expected, fault

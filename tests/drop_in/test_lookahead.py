@@ -119,7 +119,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+CASES = [("llama", option) for option in OPTIONS]
+CASES += [("gpt2", option) for option in ("one row", "penalties", "min_length", "static cache")]
+CASES += [("gemma2", option) for option in ("nothing", "eos list", "user processors", "use_cache", "guidance")]
+
+
+@pytest.mark.parametrize("model, option", CASES, indirect=["model"])
 def test_greedy_ids_equal(model: PreTrainedModel, option: str) -> None:
     stock, mine = both(model, **{**THREE, **OPTIONS[option]})
     assert mine.dtype == stock.dtype and mine.tolist() == stock.tolist()

@@ -70,8 +70,10 @@ def ids(engine: Engine, params: list[SamplingParams]) -> list[list[int]]:
     return [done.token_ids for done in engine.generate(prompts(), params)]
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
+SIZES = [(1, False), (2, True), (5, False), (8, True)]
+
+
+@pytest.mark.parametrize("size, packed", SIZES)
 def test_ids_do_not_depend_on_the_batch(size: int, packed: bool) -> None:
     """More requests than slots, of unequal prompts and ends: waiting ones take the slots of finished ones."""
     engine = batch_engine(size, packed)

@@ -36,11 +36,6 @@ LONG = SamplingParams(max_new_tokens=40)
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model(spread=0.12)
-
-
-@pytest.fixture(scope="module")
 def expected(model: PreTrainedModel) -> list[list[int]]:
     engine = Engine.from_model(model, decode=DecodeConfig.autoregressive(), prefix_reuse=False)
     return [engine.generate([prompt], LONG)[0].token_ids for prompt in PROMPTS]
@@ -187,8 +182,10 @@ def test_commands_travel_with_steps_that_only_fill(model: PreTrainedModel) -> No
 # Prefix reuse.
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+HITS = [(1, 0.9), (3, 0.0)]
+
+
+@pytest.mark.parametrize("num_ranks, temperature", HITS)
 def test_a_hit_equals_a_miss(num_ranks: int, temperature: float) -> None:
     """Prompts that grow, that share a beginning with a running one, and that come again, with neighbours cancelled."""
     model = tiny_model(seed=5, spread=0.12)

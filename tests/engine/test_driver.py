@@ -21,17 +21,11 @@ from lpr.engine.hooks import StepHooks
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
 from tests.fakes.interruptions import interrupted_at
-from tests.fakes.models import tiny_model
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
 DECODE = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=3, kv_tokens=700, prefill_chunk=48)
 PROMPTS = [[(7 * i + 3 * i * i + k) % 97 for i in range(40 + k)] for k in range(3)]
 PARAMS = [SamplingParams(max_new_tokens=30, temperature=t, seed=5, logprobs=1) for t in (0.0, 0.8, 0.8)]
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model(spread=0.12)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +80,12 @@ class Raising(StepHooks):
         self._at("end")
 
 
-@pytest.mark.parametrize("place", ["begin", "draft", "busy", "forward", "gather", "commit", "end"])
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("of a hook"), MemoryError()], ids=repr)
+PLACES = ["begin", "draft", "busy", "forward", "gather", "commit", "end"]
+FAILURES = [KeyboardInterrupt(), ValueError("of a hook"), MemoryError()]
+RAISED = [(place, FAILURES[number % 3]) for number, place in enumerate(PLACES)]
+
+
+@pytest.mark.parametrize("place, failure", RAISED, ids=repr)
 def test_a_hook_that_raises(engine: Engine, expected: list[list[int]], place: str, failure: BaseException) -> None:
     engine.hooks = Raising(place, failure)
     with pytest.raises(type(failure)):
@@ -383,8 +381,10 @@ def test_a_closed_engine_says_so(engine: Engine) -> None:
 # Several ranks.
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("place", ["begin", "busy", "gather", "commit", "end"])
+ENDED = [("begin", 0), ("busy", 1), ("gather", 0), ("gather", 1), ("commit", 1), ("end", 0)]
+
+
+@pytest.mark.parametrize("place, failing", ENDED)
 def test_an_exception_on_one_rank_ends_all_of_them(
     model: PreTrainedModel, expected: list[list[int]], failing: int, place: str
 ) -> None:

@@ -20,7 +20,7 @@ from lpr.engine.exchange import DesyncError
 from lpr.engine.request import Outcome, Request
 from lpr.native import Drafter, TokenTree
 from lpr.protocol import Submit
-from tests.fakes.models import tiny_model
+from tests.fakes.models import plain_ids
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
 SIZES = DecodeConfig(window_size=0, trie_nodes=64, branch_length=64).resolved()
@@ -87,14 +87,8 @@ DECODE = DecodeConfig(window_size=0, trie_nodes=16, max_batch_size=3)
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model(spread=0.12)
-
-
-@pytest.fixture(scope="module")
 def expected(model: PreTrainedModel) -> list[list[int]]:
-    engine = Engine.from_model(model, decode=DecodeConfig.autoregressive())
-    return [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
+    return plain_ids(model, PROMPTS, PARAMS)
 
 
 def near(text: list[int]) -> list[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from lpr.model.kernels.attention_kernel import Pages
+from lpr.model.kernels.attention_kernel import Pages, Rules
 from lpr.model.tree_mask import TreeMask
 
 
@@ -42,20 +44,14 @@ def tree_attention(
     value: torch.Tensor,
     mask: TreeMask,
     pages: Pages | None = None,
-    *,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: torch.Tensor | None = None,
+    **rules: Any,
 ) -> torch.Tensor:
     """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)], or by `pages`; returns [B, Hq, T, Dv].
 
-    An entry attends to the committed tokens, its ancestors and itself; the other rows of the cache are not read.
-    `window` keeps the keys of the last `window` positions (Mistral), `chunk` those of the query's own chunk of
-    positions (Llama 4), `softcap` bounds scores by `softcap * tanh(score / softcap)` (Gemma 2), `sinks` [Hq] are logits
-    that take probability and give no value (GPT-OSS). `scale` is D**-0.5 if not given. Padding entries return 0.
+    An entry attends to the committed tokens, its ancestors and itself, by `rules` (Rules); the other rows of the cache
+    are not read. Padding entries return 0.
     """
+    sinks, window, chunk, softcap, scale = Rules(**rules)
     key, value = dense(key, pages), dense(value, pages)
     num_kv = key.shape[2]
     group = query.shape[1] // key.shape[1]
@@ -85,20 +81,16 @@ def exact_tree_attention(
     value: torch.Tensor,
     mask: TreeMask,
     pages: Pages | None = None,
-    *,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: torch.Tensor | None = None,
     block: int = 64,
     split: int = 8,
+    **rules: Any,
 ) -> torch.Tensor:
     """As `tree_attention`, with the order of sums that exact mode has on a GPU, whatever the tree.
 
     An entry's keys stand in the order of positions. A running softmax takes `block` positions at a time, cut at
     multiples of it of the absolute position; after `split` blocks a new one begins; these are added in order.
     """
+    sinks, window, chunk, softcap, scale = Rules(**rules)
     key, value = dense(key, pages), dense(value, pages)
     batch, num_heads, _, dim = query.shape
     group, num_kv_heads = num_heads // key.shape[1], key.shape[1]

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 from tokenizers import Tokenizer
 
 from lpr.protocol import Abort, Chunk, Stop, Submit, TokenLogprobs, Usage
+from lpr.serve.api.context import Context
 from lpr.serve.front import Front
 from lpr.serve.messages import (
     PROTOCOL,
@@ -284,19 +286,24 @@ def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
 
 @contextlib.contextmanager
 def served(
-    said: Facts | None = None, prepare: Callable[[FakeDriver], None] | None = None, **flags: Any
+    said: Facts | None = None,
+    prepare: Callable[[FakeDriver], None] | None = None,
+    processes: bool = False,
+    **flags: Any,
 ) -> Iterator[SimpleNamespace]:
     """A front on a free port with a fake driver behind it: `client`, `driver`, `front`, `url`, `ended()`.
 
     With `prepare` the front starts the ranks itself, again and again: `starts` are its FakeRanks, and every driver is
-    given to `prepare` before it connects.
+    given to `prepare` before it connects. With `processes` the front starts those beside it at once, as it does for
+    users; else the first task that needs one does, as three of them take longer to start than most tests.
     """
     from tempfile import TemporaryDirectory
 
     said = said if said is not None else facts()
     flags = {"port": 0, "served_model_name": ("fake", "other"), "access_log": False, **flags}
     connect = flags.pop("connect", True)
-    with TemporaryDirectory() as folder:
+    at_start = Context._starts if processes else lambda self, work: work.close()
+    with TemporaryDirectory() as folder, mock.patch.object(Context, "_starts", at_start):
         path = Path(folder) / "driver.sock"
         result: dict[str, Any] = {}
         starts: list[FakeRanks] = []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lpr import Engine, SamplingParams
+from lpr import DecodeConfig, Engine, SamplingParams
 
 
 def tiny_model(model_type: str = "llama", seed: int = 0, spread: float = 0.15, **overrides: object) -> PreTrainedModel:
@@ -36,6 +36,14 @@ def stock_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int)
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
     )
     return done[0, len(prompt):].tolist()  # fmt: skip
+
+
+def plain_ids(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[list[int]]:
+    """What plain decoding emits, one token a step."""
+    engine = Engine.from_model(model, decode=DecodeConfig.autoregressive())
+    return [each.token_ids for each in engine.generate(prompts, params)]
 
 
 def left_of_an_engine(make: Callable[[], Engine], is_closed: bool) -> list[str]:

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import add
+from typing import Self
 
 from lpr.core.step_times import StepTimes
 from lpr.sched.scheduler import Scheduler
 
 
-@dataclass(eq=False, slots=True)
-class SimRequest:
-    """What the scheduler reads of a request, and the times of its tokens in seconds."""
+@dataclass(eq=False, kw_only=True)
+class Scheduled:
+    """What the scheduler reads and writes of a request."""
 
-    arrived: float
-    num_prompt: int
-    num_output: int
     tokens: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
     homes: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    first: float | None = None
-    ended: float = 0.0
     num_steps: int = 0
-    num_nodes: int = 0
     num_fill_steps: int = 0
     priority: int = 0
     tenant: str = ""
@@ -41,16 +36,28 @@ class SimRequest:
         return len(self.tokens) - min(self.num_computed_tokens[rank] for rank in self.homes)
 
     @property
+    def stats(self) -> Self:
+        return self
+
+
+@dataclass(eq=False)
+class SimRequest(Scheduled):
+    """A request that arrives, and the times of its tokens in seconds."""
+
+    arrived: float
+    num_prompt: int
+    num_output: int
+    first: float | None = None
+    ended: float = 0.0
+    num_nodes: int = 0
+
+    @property
     def num_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt
 
     @property
     def num_left(self) -> int:
         return self.num_prompt + self.num_output - len(self.tokens)
-
-    @property
-    def stats(self) -> SimRequest:
-        return self
 
     @property
     def first_seconds(self) -> float:

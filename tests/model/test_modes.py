@@ -46,8 +46,12 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
     return output(Engine.from_model(model, decode=DECODE))
 
 
-@pytest.mark.parametrize("used", ["inside", "outside", "both"])
-@pytest.mark.parametrize("name", MODES)
+CASES = [("llama", name, "both") for name in MODES]
+CASES += [("llama", "inference", "inside"), ("llama", "inference", "outside"), ("llama", "meta device", "inside")]
+CASES += [("bamba", "inference", "both"), ("bamba", "autocast", "inside")]
+
+
+@pytest.mark.parametrize("model, name, used", CASES, indirect=["model"])
 def test_a_mode_changes_no_text(name: str, used: str, model: PreTrainedModel, expected: list[list[int]]) -> None:
     mode = MODES[name]
     with nullcontext() if used == "inside" else mode():

@@ -198,7 +198,7 @@ def test_a_processor_that_fails_for_all_nodes_is_asked_along_the_path(gpu: Prete
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_dropped_engine_frees_graphs_and_cache_at_once(is_closed: bool, gpu: PretendGpu) -> None:
     model = to_gpu(tiny_model())
-    assert left_of_an_engine(lambda: Engine.from_model(model, decode=DECODE), is_closed) == ["Model"]
+    assert left_of_an_engine(lambda: Engine.from_model(model, decode=SMALL), is_closed) == ["Model"]
     assert gpu.num_replays
 
 
@@ -211,7 +211,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["gemma2"])
 def test_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
     model = tiny_model(family, spread=0.12, **FAMILIES[family])
     expected = ids(Engine.from_model(copy.deepcopy(model), decode=PLAIN), MIXED)
@@ -290,7 +290,7 @@ def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected
         assert found == [expected["greedy"], expected["mixed"]]
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.1])
+@pytest.mark.parametrize("penalty", [1.1])
 def test_the_drop_in_waits_once_a_step_and_not_for_each_token(
     penalty: float, gpu: PretendGpu, model: PreTrainedModel
 ) -> None:

@@ -28,7 +28,7 @@ from lpr.sched.homes import FILLS_PER_TOKEN, Candidate, choose, speedup
 from lpr.sched.limits import Limits
 from lpr.sched.scheduler import Scheduler
 from tests.fakes.altered_gather import change_received
-from tests.fakes.models import tiny_model
+from tests.fakes.models import plain_ids, tiny_model
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
 SHARED = [(7 * i * i + i) % 89 for i in range(40)]
@@ -53,14 +53,8 @@ DECODE = DecodeConfig(
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model(spread=0.12)
-
-
-@pytest.fixture(scope="module")
 def expected(model: PreTrainedModel) -> list[list[int]]:
-    engine = Engine.from_model(model, decode=DecodeConfig.autoregressive())
-    return [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
+    return plain_ids(model, PROMPTS, PARAMS)
 
 
 Seen = list[dict[int, list[int]]]

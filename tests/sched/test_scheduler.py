@@ -21,6 +21,7 @@ from lpr.sched.placement import Placement
 from lpr.sched.queue import SECONDS_PER_PRIORITY
 from lpr.sched.scheduler import Schedule, Scheduler
 from tests.fakes.paths import ROOT
+from tests.fakes.sim_requests import Scheduled
 
 NUM_RANKS = 3
 ALL, ANY = 0, 99
@@ -30,34 +31,13 @@ AHEAD = 3
 
 
 @dataclass(eq=False)
-class Fake:
+class Fake(Scheduled):
     """A request; its K/V of token j is the tuple of its tokens up to j."""
 
     tokens: list[int]
-    priority: int = 0
     arrived: float = 0.0
-    tenant: str = ""
-    share: str = ""
-    weight: float = 1.0
-    charged: float = 0.0
-    num_steps: int = 0
-    num_fill_steps: int = 0
-    slots: list[int] = field(default_factory=list)
-    homes: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=lambda: [0] * NUM_RANKS)
     num_left: int = 1000
-    arrived_ms: float = 0.0
-    admission: int = 0
-    num_preempted_tokens: int = 0
-    num_cached_tokens: int = 0
-
-    @property
-    def num_pending(self) -> int:
-        return len(self.tokens) - min(self.num_computed_tokens[rank] for rank in self.homes)
-
-    @property
-    def stats(self) -> Fake:
-        return self
 
 
 SIZE = 3

@@ -61,8 +61,13 @@ def test_the_kernels_compile_for_gpus_without_one(tmp_path: Path) -> None:
 
 
 @needs_triton
-def test_trees_of_several_words_and_windows_in_parts() -> None:
-    check_ragged_batch(torch.float32, "window", 2)
+@pytest.mark.parametrize(
+    "dtype, rules, num_splits",
+    [(torch.float32, "window", 2), (torch.float32, "plain", 1), (torch.bfloat16, "window", 1)],
+    ids=str,
+)
+def test_trees_of_several_words(dtype: torch.dtype, rules: str, num_splits: int) -> None:
+    check_ragged_batch(dtype, rules, num_splits)
 
 
 @needs_triton

@@ -12,11 +12,8 @@ import lpr.model.self_check
 from dev.families import PAGE, PROMPTS, observe, stock_greedy, tiny_model, with_table
 from dev.family_table import FAMILIES, NOT_RUN, REFUSED, TRANSFORMERS, WORKS, WRAPPERS
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.model.rewrite import table
 from lpr.model.runner import TreeModel
-
-BY_NAME = {family.name: family for family in FAMILIES}
-SHIMMED = ["falcon (7B: rope, multi-query)", "inkling_text", "llama4_text"]
+from tests.model.test_families import BY_NAME, SHIMMED
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.status != NOT_RUN])
@@ -47,13 +44,6 @@ def test_the_page_has_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", SHIMMED)
-def test_a_shimmed_family_without_its_shim_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = tuple(each for each in table.REWRITES if type(each).__module__ != "lpr.model.rewrite.positions")
-    monkeypatch.setattr(table, "REWRITES", kept)
-    assert observe(BY_NAME[name]).status == REFUSED
-
-
-@pytest.mark.parametrize("name", SHIMMED)
 def test_a_shimmed_model_still_generates_by_itself(name: str) -> None:
     model = tiny_model(BY_NAME[name])
     before = stock_greedy(model)
@@ -68,14 +58,6 @@ def test_a_refusal_by_name_is_one_line(name: str, caplog: pytest.LogCaptureFixtu
     with pytest.raises(InputError, match="cannot run a token tree: "):
         Engine.from_model(tiny_model(BY_NAME[name]))
     assert not caplog.text
-
-
-@pytest.mark.parametrize("name", ["rwkv", "inkling2_text", "deepseek_v4", "qwen4_exp_text", "openai-gpt"])
-def test_the_self_check_finds_what_no_config_tells(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recurrent and sparse models are refused by their name for it, and would be without that as well."""
-    monkeypatch.setattr(lpr.model.self_check, "refusal", lambda model: None)
-    with pytest.raises(InputError, match="cannot run a token tree: its (logits differ|forward failed)"):
-        Engine.from_model(tiny_model(BY_NAME[name]))
 
 
 def test_longrope_ends_at_its_original_context() -> None:

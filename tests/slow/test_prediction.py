@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from lpr import Engine, SamplingParams
-from tests.engine.test_prediction import DECODE, model
+from tests.engine.test_prediction import DECODE
 
 
 def test_wrong_predictions_cost_few_steps(model: PreTrainedModel) -> None:

@@ -9,8 +9,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from lpr import Engine
+from tests.fakes.again import again
 from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
+from tests.model import test_pretend_gpu as fast
 from tests.model.test_pretend_gpu import DECODE, GREEDY, expected, ids, model
 from tests.model.test_pretend_gpu import test_a_checkpoint as check_checkpoint
 from tests.model.test_pretend_gpu import test_families_give_the_cpus_ids as check_family
@@ -38,6 +40,11 @@ def test_families_in_half_precision(family: str, sizes: dict[str, Any], gpu: Pre
     assert engine.model.graph_reason is None and gpu.num_replays > 3
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gpt_neox"])
 def test_more_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
     check_family(family, gpu)
+
+
+test_the_drop_in_waits_once_a_step = again(
+    fast.test_the_drop_in_waits_once_a_step_and_not_for_each_token, "penalty", [1.0]
+)

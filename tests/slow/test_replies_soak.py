@@ -7,7 +7,6 @@ import pytest
 from lpr.serve.text.calls import NAMES
 from tests.fakes import written_calls as written
 
-pytestmark = pytest.mark.long
 REPLIES = int(os.environ.get("LPR_FUZZ_REPLIES", "2000"))
 
 

@@ -7,8 +7,15 @@ import re
 import pytest
 
 from lpr import DecodeConfig, Engine, InputError
+from tests.fakes.again import again
 from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
+from tests.model import test_reserve as fast
+from tests.model.test_reserve import load_and_pack
+
+test_the_worked_examples_fit_as_they_are_told = again(
+    fast.test_the_worked_examples_fit_as_they_are_told, "name", fast.EXAMPLES, without=fast.FEW
+)
 
 
 def test_an_engine_without_room_says_what_its_memory_is_for(gpu: PretendGpu) -> None:

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.test_runtime import (
+from tests.dist.test_runtime import VARIABLES
+from tests.fakes.models import tiny_model
+from tests.fakes.paths import ROOT
+from tests.fakes.torchrun import (
     JOB,
     LONG,
     PROGRAM,
@@ -28,9 +31,6 @@ from tests.dist.test_runtime import (
     wait_for,
     workers,
 )
-from tests.dist.test_runtime import test_the_same_text_as_one_process as check_text
-from tests.fakes.models import tiny_model
-from tests.fakes.paths import ROOT
 
 
 def test_two_agents_on_loopback(prompts: Path, tmp_path: Path) -> None:
@@ -90,14 +90,6 @@ def test_one_rank_cannot_load_the_model(tmp_path: Path) -> None:
     assert done.stderr.count("lpr.generate: error: rank 1: model folder") == 1
 
 
-def test_two_ranks_greedily(prompts: Path, tmp_path: Path) -> None:
-    check_text(prompts, tmp_path, 2, "0", ["-m", "lpr.generate"], [])
-
-
-def test_three_ranks_and_short_ngrams(prompts: Path, tmp_path: Path) -> None:
-    check_text(prompts, tmp_path, 3, "0.8", ["-m", "lpr.generate"], ["--ngram-size", "3"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -150,3 +142,35 @@ def test_a_killed_rank_ends_the_job(many: Path, tmp_path: Path) -> None:
         agent.kill()
     assert agent.returncode != 0
     assert all(len(row["token_ids"]) == 80 or row["finish_reason"] == "stop" for row in rows(target))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "temperature", "module", "more"),
+    [
+        (2, "0.8", ["lpr.generate"], ["--max-batch-size", "4"]),
+        (2, "0", ["-m", "lpr.generate"], []),
+        (3, "0.8", ["-m", "lpr.generate"], ["--ngram-size", "3"]),
+    ],
+)
+def test_the_same_text_as_one_process(
+    prompts: Path, tmp_path: Path, num_ranks: int, temperature: str, module: list[str], more: list[str]
+) -> None:
+    target = tmp_path / "out.jsonl"
+    done = run([*TORCHRUN, f"--nproc_per_node={num_ranks}", *module, "--prompts", str(prompts),
+                "--output", str(target), "--temperature", temperature, "--json", *JOB, *more])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found, expected = rows(target), alone(prompts, temperature)
+    assert [row["token_ids"] for row in found] == [row["token_ids"] for row in expected]
+    assert [row["text"] for row in found] == [row["text"] for row in expected]
+    assert {row["world_size"] for row in found} == {num_ranks}
+    assert len(done.stdout.splitlines()) == 1, "only rank 0 prints"
+    assert json.loads(done.stdout)["payload_bytes_per_step"] > 0
+
+
+def test_half_of_a_launchers_environment_is_one_line_and_code_2() -> None:
+    env = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    for command in ("lpr.generate", "lpr.serve"):
+        left = {"RANK": "two", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        done = run([sys.executable, "-m", command], env={**env, **left})
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert done.stderr.strip().splitlines()[-1].startswith(f"{command}: error: RANK must be a whole number")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_trace import Page
-from tests.dist.test_runtime import JOB, TORCHRUN, rows, run
 from tests.fakes.prompts import PROMPTS
+from tests.fakes.torchrun import JOB, TORCHRUN, rows, run
 
 
 def test_rank_0_of_real_processes_writes_the_trace_and_the_trie(tmp_path: Path) -> None:

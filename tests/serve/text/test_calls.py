@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import cache
 
 import llguidance
 import pytest
@@ -170,11 +171,18 @@ def test_thoughts_come_apart():
         assert read(Replies(family=harmony), text, dice) == ("hm", "Yes.", [])
 
 
+@cache
 def vocabulary(*marks):
     """The bundled tokenizer with these marks as tokens."""
     tokenizer = Tokenizer.from_str(tokenizer_json())
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     return Tokens(tokenizer.to_str()), tokenizer
+
+
+@cache
+def of_grammars(tokenizer):
+    """As the compiler of grammars has it."""
+    return llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=tokenizer.get_vocab_size(), eos_token=[0])
 
 
 MARKS = {
@@ -189,8 +197,9 @@ MARKS = {
 
 
 def accepts(grammar, tokenizer, text):
-    vocabulary = llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=tokenizer.get_vocab_size(), eos_token=[0])
-    matcher = llguidance.LLMatcher(vocabulary, json.dumps({"grammars": [{"lark_grammar": grammar}]}), log_level=0)
+    matcher = llguidance.LLMatcher(
+        of_grammars(tokenizer), json.dumps({"grammars": [{"lark_grammar": grammar}]}), log_level=0
+    )
     assert not matcher.is_error(), matcher.get_error() + grammar
     ids = tokenizer.encode(text).ids
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

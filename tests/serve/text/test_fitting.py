@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,8 +31,11 @@ def chat(**body: Any) -> ChatBody:
     return TypeAdapter(ChatBody).validate_python(body)
 
 
+served_once = cache(served)
+
+
 def prompt(template: str, body: ChatBody) -> str:
-    model = served(template)
+    model = served_once(template)
     return model.chat_text(*model.conversation(body))
 
 

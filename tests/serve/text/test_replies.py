@@ -28,7 +28,7 @@ def read(name, text, tools, thoughts=None, begun=False):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_lost_and_calls_are_typed(name):
-    assert sum(written.check(name, seed, all_cuts=seed < 2) for seed in range(8)) > 8
+    assert sum(written.check(name, seed, all_cuts=seed < 1) for seed in range(4)) > 2
 
 
 PLAIN = {

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.model.test_compiled import (
-    Small,
-    quick_kernel,
-    replica,
-    runner_of,
-    small,
-    start_compiled,
-    the_number_of_keys_decides,
-)
 from torch import nn
 
 from lpr.model.input_builder import Row
@@ -34,6 +26,17 @@ from lpr.planner.launches import step_launches
 from tests.fakes.kernel_counts import count
 from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import guard
+from tests.model.test_torch_compile import (
+    Small,
+    asks_for_parts,
+    equal_sizes_are_one,
+    quick_kernel,
+    replica,
+    runner_of,
+    small,
+    start_compiled,
+    the_number_of_keys_decides,
+)
 
 
 def test_a_start_of_a_replica_compiles_four_forms(replica: TensorParallel, tmp_path: Path) -> None:
@@ -45,12 +48,7 @@ def test_a_head_that_asks_for_parts_doubles_the_forms(
     replica: TensorParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits are gathered outside of what is compiled, as sampling that needs all of them would be other forms."""
-
-    def forward(self: VocabularyHead, input: torch.Tensor) -> torch.Tensor:
-        step, mine = current_step(), nn.functional.linear(input, self.weight)
-        return mine if step is not None and step.in_parts else mine + 0
-
-    monkeypatch.setattr(VocabularyHead, "forward", forward)
+    monkeypatch.setattr(VocabularyHead, "forward", asks_for_parts)
     assert start_compiled("llama", 1, 1, replica=replica, folder=tmp_path)[1] > 4
 
 
@@ -92,8 +90,9 @@ def test_a_start_of_gemma2_compiles_four_forms() -> None:
     assert start_compiled("gemma2") == (4, 4, 4)
 
 
-def test_forms_by_the_number_of_keys_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    the_number_of_keys_decides(monkeypatch)
+@pytest.mark.parametrize("fault", [equal_sizes_are_one, the_number_of_keys_decides])
+def test_more_forms_are_noticed(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     assert start_compiled("llama", 1, 1)[1] > 4
 
 

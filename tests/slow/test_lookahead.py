@@ -1,0 +1,13 @@
+"""The other cases of tests/drop_in/test_lookahead.py."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from tests.drop_in import test_lookahead as fast
+from tests.drop_in.test_lookahead import model
+from tests.fakes.again import again
+
+test_greedy_ids_equal = again(
+    fast.test_greedy_ids_equal, "model, option", product(fast.FAMILIES, fast.OPTIONS), without=fast.CASES
+)

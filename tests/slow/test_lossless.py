@@ -1,0 +1,14 @@
+"""The other cases of tests/engine/test_lossless.py."""
+
+from __future__ import annotations
+
+from tests.engine import test_lossless as fast
+from tests.fakes.again import again
+
+NUM_PROMPTS = {"trie": 12, "both": 4, "wide": 3}
+CASES = [(name, NUM_PROMPTS.get(name, 6)) for name in fast.CONFIGS]
+
+test_greedy_equals_transformers = again(fast.test_greedy_equals_transformers, "name, count", CASES)
+test_sampling_equals_plain_decoding = again(
+    fast.test_sampling_equals_plain_decoding_with_the_seed, "name, count", CASES
+)

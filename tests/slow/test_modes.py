@@ -1,0 +1,16 @@
+"""The other cases of tests/model/test_modes.py."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from tests.fakes.again import again
+from tests.model import test_modes as fast
+from tests.model.test_modes import expected, model
+
+test_a_mode_changes_no_text = again(
+    fast.test_a_mode_changes_no_text,
+    "model, name, used",
+    product(("llama", "bamba"), fast.MODES, ("inside", "outside", "both")),
+    without=fast.CASES,
+)

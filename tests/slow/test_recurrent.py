@@ -1,0 +1,18 @@
+"""The other families of tests/model/recurrent/test_recurrent.py."""
+
+from __future__ import annotations
+
+from tests.fakes.again import again
+from tests.model.recurrent import test_recurrent as fast
+
+test_two_ranks = again(fast.test_two_ranks, "name", ["qwen3_next"])
+test_nan_on_the_rank_that_owns_a_root_alone = again(
+    fast.test_nan_on_the_rank_that_owns_a_root_alone, "name", ["granitemoehybrid"]
+)
+test_states_after_many_rejected_branches = again(
+    fast.test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill,
+    "name",
+    [*fast.KINDS, *fast.REPLACED],
+    without=fast.SOME,
+)
+test_half_precision = again(fast.test_half_precision, "name", ["jamba", "deepseek_v32"])
