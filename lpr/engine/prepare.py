@@ -20,6 +20,7 @@ from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, head_digest, lack_of_memory, model_digest, tokenizer_digest
 from lpr.model.low_bit.copy import make_copy
+from lpr.model.low_bit.products import Form
 from lpr.model.rewrite.base import Setting, Stage
 from lpr.model.rewrite.sharded_layers import vocabulary_head
 from lpr.model.rewrite.table import COMPILED, rewrite, undo_forwards, why_not
@@ -168,7 +169,7 @@ def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache
 
 def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm) -> None:
     """Make a low-bit copy of the model that drafts; raises InputError where a form that is asked for cannot be made."""
-    form = "int8" if options.self_draft == "auto" else options.self_draft
+    form: Form = "int8" if options.self_draft == "auto" or options.self_draft == "off" else options.self_draft
     why = why_no_copy(like, comm)
     try:
         if why is None and options.self_draft == "auto" and not _has_room(model, comm):
