@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -22,6 +23,7 @@ from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, head_digest, lack_of_memory, model_digest, tokenizer_digest
 from lpr.model.low_bit.copy import make_copy
+from lpr.model.low_bit.products import Form
 from lpr.model.packing import has_room_to_pack, pack_projections
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.self_check import check_compiled, self_check
@@ -172,7 +174,7 @@ def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache
 
 def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm) -> None:
     """Make a low-bit copy of the model that drafts; raises InputError where a form that is asked for cannot be made."""
-    form = "int8" if options.self_draft == "auto" else options.self_draft
+    form = cast(Form, "int8" if options.self_draft == "auto" else options.self_draft)
     why = why_no_copy(like, comm)
     try:
         if why is None and options.self_draft == "auto" and not _has_room(model, comm):

@@ -207,7 +207,7 @@ def commit(
     for place, moved in ahead.moved.items():
         kept = accepted_entries(rows[place], concluded[place], rank)
         if kept != moved[: len(kept)]:
-            model.fill([Row.chain(rows[place].slot, rows[place].num_cached, rows[place].tokens[kept], 0)])
+            model.fill([Row.chain(rows[place].slot, rows[place].num_cached, rows[place].tokens[kept].tolist(), 0)])
 
 
 def advance_states(
