@@ -68,13 +68,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_prompt: int
     """Length of the prompt in `token_ids`."""
     priority: int = 0
-    """Lower is earlier (see lpr.engine.waiting)."""
+    """Lower is earlier (see lpr.sched.queue)."""
     has_processors: bool = False
     """True if logits processors apply: they are code, so each rank submits the request itself."""
     tenant: str = ""
     """Requests share drafts and K/V with requests of the same tenant only; "" is a tenant like any other."""
     share: str = ""
-    """Requests of different shares get slots by weight (lpr.engine.sharing): a share is a key's name."""
+    """Requests of different shares get slots by weight (lpr.sched.fair_shares): a share is a key's name."""
     weight: float = 1.0
     """Of its share."""
     learns: bool = True

@@ -32,6 +32,12 @@ class Learn(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Position of the last document in the stream of other replicas (see lpr.fleet); "" if there is none."""
 
 
+class Compile(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Compile a grammar beside the steps: the request that needs it follows."""
+
+    grammar: str
+
+
 class Costs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Use other step times from now on."""
 
@@ -60,7 +66,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Refuse further requests. Those submitted are completed."""
 
 
-Command = Submit | Abort | Learn | Costs | Configure | TakeIn | Drain | Stop
+Command = Submit | Abort | Learn | Compile | Costs | Configure | TakeIn | Drain | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Command])

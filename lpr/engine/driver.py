@@ -17,9 +17,9 @@ from lpr.dist.errors import CommError, MeshChangedError, first_line
 from lpr.engine.commands import Command, CommandLog, Costs, TakeIn
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
-from lpr.engine.scheduler import Schedule
 from lpr.model.modes import in_own_modes
 from lpr.protocol import Abort, MeshError, Stop
+from lpr.sched.scheduler import Schedule
 
 
 class Driver:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,14 +23,13 @@ from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
 from lpr.core.step_times import StepTimes
 from lpr.core.suffix_index import END
 from lpr.dist.comm import Comm, agree, is_driver
-from lpr.engine.commands import Configure, Costs, Drain, Learn
+from lpr.engine.commands import Compile, Configure, Costs, Drain, Learn
 from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
 from lpr.engine.options import EngineOptions
 from lpr.engine.replica import Replica
 from lpr.engine.request import Completion, Prompt, Request
 from lpr.engine.requests import check_history, check_request, checked_ids, encode_prediction, encode_prompt
-from lpr.engine.scheduler import Scheduler
 from lpr.engine.trie_file import fingerprint_of, read_history, write_trie
 from lpr.engine.turns import in_turn
 from lpr.model.loader import Loaded, load, wrap
@@ -37,6 +37,7 @@ from lpr.model.modes import in_own_modes
 from lpr.model.parallel import TensorParallel
 from lpr.model.sampling.processors import Processor
 from lpr.protocol import Abort, Chunk, RequestId, Stop, Submit
+from lpr.sched.scheduler import Scheduler
 
 
 class Engine:
@@ -205,10 +206,10 @@ class Engine:
         earlier run has emitted, after which the output goes on as if it had never stopped. Requests share drafts and
         K/V with those of the same `tenant`, and with `learns` False no drafts at all; neither changes their output.
         With `details`, chunks name the draft source of each token. `arrived` is in seconds of time.monotonic; default:
-        now. Requests wait in the order of arrival, shifted by `priority` (see lpr.engine.waiting); those of different
-        `share` get slots in proportion to their `weight` (see lpr.engine.sharing). `prediction` is a text, or ids, that
-        the output is likely to repeat in large part: it is drafted from, and never changes the output. `predicted` are
-        the counts of an earlier run (see lpr.protocol.Submit).
+        now. Requests wait in the order of arrival, shifted by `priority` (see lpr.sched.queue); those of different
+        `share` get slots in proportion to their `weight` (see lpr.sched.fair_shares). `prediction` is a text, or ids,
+        that the output is likely to repeat in large part: it is drafted from, and never changes the output. `predicted`
+        are the counts of an earlier run (see lpr.protocol.Submit).
         """
         params = params if params is not None else SamplingParams()
         if not 0 < weight < math.inf:
@@ -327,6 +328,15 @@ class Engine:
         """
         check_history(history, self.model.vocab_size)
         self.driver.post(Learn(history.tobytes(), tenant=tenant, read_to=read_to))
+
+    @in_turn
+    def compile(self, grammar: str) -> Future[Any] | None:
+        """Compile a grammar on all ranks, beside their steps, for a request that follows.
+
+        The result says when this rank has done it; None if it cannot.
+        """
+        self.driver.post(Compile(grammar))
+        return self.replica.requests.compile(grammar, self.model.vocab_size)
 
     @in_turn
     def learned(self, tenant: str = "") -> tuple[np.ndarray, str]:

@@ -16,9 +16,9 @@ from lpr.config import DecodeConfig, TreeSizes
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.request import Request
 from lpr.engine.requests import RequestTable
-from lpr.engine.scheduler import CacheCounts, Scheduler
 from lpr.engine.stats import DecodeStats
 from lpr.protocol import Submit, TokenLogprobs
+from lpr.sched.scheduler import CacheCounts, Scheduler
 
 if TYPE_CHECKING:
     from lpr.engine.replica import Replica
@@ -102,9 +102,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     running: list[RequestState]
     """In the order of their slots."""
     waiting: list[tuple[float, int, RequestState]]
-    """The entries of the queue (lpr.engine.waiting)."""
+    """The entries of the queue (lpr.sched.queue)."""
     shares: tuple[float, dict[str, tuple[float, float]]]
-    """The clocks of the keys (lpr.engine.sharing)."""
+    """The clocks of the keys (lpr.sched.fair_shares)."""
     num_arrivals: int
     counts: CacheCounts
     num_pages: int

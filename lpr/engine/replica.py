@@ -21,7 +21,7 @@ from lpr.dist.comm import Comm, is_driver
 from lpr.dist.errors import MeshChangedError, first_line
 from lpr.engine import handover
 from lpr.engine.ahead import begin_passes, count_passes
-from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, TakeIn
+from lpr.engine.commands import Command, Compile, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
@@ -33,16 +33,12 @@ from lpr.engine.kv_pool import (
     common_size,
     given_size,
 )
-from lpr.engine.limits import ANY_NUMBER, SHORTEST_FILL, Limits
 from lpr.engine.options import EngineOptions
 from lpr.engine.pace import Pace
-from lpr.engine.page_moves import PageClear, PageCopy, PageIn, PageOut, StateCopy
 from lpr.engine.prepare import longest_sequence, may_draft_itself, prepare
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
-from lpr.engine.scheduler import Schedule, Scheduler
 from lpr.engine.sizing import Sizer, resolve_sizes
-from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
 from lpr.engine.turns import Turns
@@ -52,6 +48,10 @@ from lpr.model.self_draft import NUM_GUESSES, NUM_ROWS
 from lpr.model.watch import Watch
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
+from lpr.sched.limits import ANY_NUMBER, SHORTEST_FILL, Limits
+from lpr.sched.page_moves import PageClear, PageCopy, PageIn, PageOut, StateCopy
+from lpr.sched.scheduler import Schedule, Scheduler
+from lpr.sched.state_snapshots import SNAPSHOTS_PER_SLOT
 
 
 class Replica(StepHooks):
@@ -109,6 +109,8 @@ class Replica(StepHooks):
                 self._abort(command.id)
             case Learn():
                 self.drafts.learn(command)
+            case Compile():
+                self.requests.compile(command.grammar, self.model.vocab_size)
             case Costs():
                 times = StepTimes.from_json(command.table)
                 if command.given:

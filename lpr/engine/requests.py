@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from lpr.core.suffix_index import END
 from lpr.engine.exchange import DesyncError
 from lpr.engine.request import Prompt, Request
 from lpr.engine.turns import Turns
+from lpr.model.sampling.grammar import begin
 from lpr.model.sampling.processors import Processor
 from lpr.protocol import RequestId, Submit
 
@@ -38,6 +40,10 @@ class RequestTable:
         """The request that a command describes; `prompt` is what its Completion shows, by default the ids."""
         prompt = prompt if prompt is not None else command.token_ids[: command.num_prompt]
         return Request(command, prompt, *self._facts, processors, self._turns)
+
+    def compile(self, grammar: str, vocab_size: int) -> Future[Any] | None:
+        """Begin to compile a grammar for later requests, whose masks have `vocab_size` tokens."""
+        return begin(grammar, self._facts[0], vocab_size)
 
     def new_id(self, wanted: RequestId | None) -> RequestId:
         """`wanted`, or the next number; raises InputError if it is in use."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from lpr.config import PAGE_SIZE, DecodeConfig, InputError
 from lpr.core.wire import payload_words
 from lpr.engine.kv_pool import GPU_SHARE, usable_tokens
-from lpr.engine.state_snapshots import SNAPSHOTS_PER_SLOT
 from lpr.model.graphs import MOST_COMMON
 from lpr.model.inputs import round_up
 from lpr.model.reserve import MemoryNeeds, RankSizes, Steps, memory_needs
 from lpr.planner.facts import ModelFacts, Weights
+from lpr.sched.state_snapshots import SNAPSHOTS_PER_SLOT
 
 KV_BUCKET = 256
 """Padding of a sequence's rows on a GPU, as in TreeModel."""

@@ -72,7 +72,7 @@ def read_json(body: bytes) -> Any:
     return value
 
 
-def check_body(kind: str, body: bytes, has_keys: bool) -> bytes:
+def check_body(kind: str, body: bytes, has_keys: bool = False) -> bytes:
     """A body of `kind`, the name of a class of lpr.serve.bodies, checked and packed; raises ApiError.
 
     A pair: of the body, or the body of a conversation without its messages, the chat that it asks for, likewise, the

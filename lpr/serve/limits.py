@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lpr.engine.waiting import MOST_PRIORITY
+from lpr.sched.queue import MOST_PRIORITY
 
 
 class Limit(NamedTuple):

@@ -103,6 +103,8 @@ class _Worker:
         self._command = [sys.executable, "-m", "lpr.serve.sandboxed", module]
         self._prepared: list[Any] | None = None
         self._process: Process | None = None
+        self._starting: asyncio.Task[Process] | None = None
+        self._is_closed = False
         self._is_prepared = False
         self._numbers = itertools.count()
         self._turn = asyncio.Lock()
@@ -122,21 +124,33 @@ class _Worker:
             return await self._ask(process, Task(next(self._numbers), name, args, seconds, memory))
 
     async def close(self) -> None:
+        self._is_closed = True
+        if self._starting is not None:
+            await asyncio.wait({self._starting}, timeout=START_SECONDS)
         process, self._process = self._process, None
         if process is not None:
             await _end(process)
 
     async def _ready(self) -> Process:
-        """The process, prepared; raises ApiError if it does not start."""
-        if self._process is None or self._process.returncode is not None:
-            kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=PIPE, env=kept | _SINGLE, start_new_session=True, limit=1 << 24
-            )
+        """The process, prepared; raises ApiError if it does not start, or is closed."""
+        if self._is_closed:
+            raise ApiError(ErrorCode.DRAINED, "the server shuts down")
+        process = self._process
+        if process is None or process.returncode is not None:
             self._is_prepared = False
+            # In a task of its own, for which `close` waits: asyncio can wait for ever in a start that is cancelled.
+            self._starting = asyncio.create_task(self._started())
+            process = await asyncio.shield(self._starting)
         while (prepared := self._prepared) is not None and not self._is_prepared:
-            await self._ask(self._process, Task(next(self._numbers), PREPARE, prepared, START_SECONDS / PATIENCE))
+            await self._ask(process, Task(next(self._numbers), PREPARE, prepared, START_SECONDS / PATIENCE))
             self._is_prepared = prepared is self._prepared  # else it got other ones meanwhile
+        return process
+
+    async def _started(self) -> Process:
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=PIPE, stdout=PIPE, env=kept | _SINGLE, start_new_session=True, limit=1 << 24
+        )
         return self._process
 
     async def _ask(self, process: Process, task: Task) -> Any:

@@ -6,13 +6,12 @@ the CPU time and memory of its fork, which has a quarter of the usual stack, so 
 fails here and not in the service. `prepare` is called in this process itself, with what all later forks need.
 
 Linux gives the process no new privileges, and where it lets users make namespaces, no network. Its forks can write no
-files and, unless they are root's, start no processes.
+files, make no connections, and start, signal or read no other process (lpr.serve.confined).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -29,6 +28,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from lpr.dist.places import die_with_parent
+from lpr.serve.confined import confine, filter_calls
 from lpr.serve.errors import ApiError
 
 STACK = 2 << 20
@@ -76,7 +76,8 @@ def frame(message: Task | Result) -> bytes:
 
 def main(argv: list[str]) -> None:
     """Do tasks until the service hangs up."""
-    _confine()
+    os.nice(NICE)
+    confine()
     die_with_parent()  # after the above, which forgets it
     module = importlib.import_module(argv[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
@@ -100,15 +101,6 @@ def main(argv: list[str]) -> None:
 def patience(seconds: float) -> float:
     """Seconds that a task with `seconds` of CPU time may take."""
     return max(LEAST_PATIENCE, PATIENCE * seconds)
-
-
-def _confine() -> None:
-    """Give up what no task needs."""
-    os.nice(NICE)
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-        libc.unshare(0x10000000 | 0x40000000)  # CLONE_NEWUSER | CLONE_NEWNET; some systems refuse it
 
 
 def _forked(task: Task, functions: Mapping[str, Any]) -> bytes:
@@ -153,6 +145,7 @@ def _work(task: Task, functions: Mapping[str, Any], writer: int) -> NoReturn:
             with open("/proc/self/statm", encoding="ascii") as file:
                 memory = task.memory + int(file.read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        filter_calls()
         with os.fdopen(writer, "wb") as output:
             output.write(frame(_result(task, functions)))
         code = 0

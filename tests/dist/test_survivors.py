@@ -360,7 +360,7 @@ def test_mutant_results_are_not_handed_over(
 def test_mutant_counts_of_the_old_mesh_stay(
     llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lpr.engine.placement.regrouped", lambda counts, kept: list(counts))
+    monkeypatch.setattr("lpr.sched.placement.regrouped", lambda counts, kept: list(counts))
     assert broken(llama, expected, span, monkeypatch)
 
 

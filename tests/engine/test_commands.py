@@ -25,8 +25,8 @@ from lpr.engine.commands import Command, Configure, Costs, Drain, Learn, decode,
 from lpr.engine.exchange import DesyncError
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
-from lpr.engine.scheduler import Scheduler
 from lpr.protocol import Abort, Stop, Submit
+from lpr.sched.scheduler import Scheduler
 from tests.fakes.models import tiny_model
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 

@@ -6,7 +6,7 @@ import pytest
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.drafts import MOST_TENANTS, SHARE, DraftIndexes
-from lpr.engine.pages import PagePool
+from lpr.sched.block_tables import PagePool
 from lpr.serve.front import Front
 from lpr.serve.options import ServeArgs
 from tests.fakes.fake_driver import served

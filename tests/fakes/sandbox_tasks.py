@@ -105,16 +105,44 @@ def tell() -> list[Any]:
 
 
 def confined() -> list[Any]:
-    """Whether it can gain privileges, the network interfaces, and why it cannot write a file."""
-    try:
-        os.write(os.memfd_create("file"), b"x")
-        why = ""
-    except OSError as failure:
-        why = os.strerror(failure.errno or 0)
-    return [ctypes.CDLL(None).prctl(39, 0, 0, 0, 0), [name for _, name in socket.if_nameindex()], why]
+    """Whether it can gain privileges, and why it can write no file, connect, signal its parent or start a program."""
+    whys = []
+    for attempt in (
+        lambda: os.write(os.memfd_create("file"), b"x"),
+        socket.socket,
+        lambda: os.kill(os.getppid(), 0),
+        lambda: os.execv("/bin/true", ["true"]),
+    ):
+        try:
+            attempt()
+            whys.append("")
+        except OSError as failure:
+            whys.append(os.strerror(failure.errno or 0))
+    return [ctypes.CDLL(None).prctl(39, 0, 0, 0, 0), whys]
+
+
+def interfaces() -> list[str]:
+    """The network's interfaces."""
+    with open("/proc/net/dev", encoding="ascii") as file:
+        return [line.partition(":")[0].strip() for line in file if ":" in line]
 
 
 TASKS = {
     task.__name__: task
-    for task in (echo, spin, spin_in_c, sleep, take, recurse, segfault, leave, refuse, fail, follow, tell, confined)
+    for task in (
+        echo,
+        spin,
+        spin_in_c,
+        sleep,
+        take,
+        recurse,
+        segfault,
+        leave,
+        refuse,
+        fail,
+        follow,
+        tell,
+        confined,
+        interfaces,
+    )
 }

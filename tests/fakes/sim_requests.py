@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from operator import add
 
 from lpr.core.step_times import StepTimes
-from lpr.engine.scheduler import Scheduler
+from lpr.sched.scheduler import Scheduler
 
 
 @dataclass(eq=False, slots=True)

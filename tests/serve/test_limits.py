@@ -13,8 +13,8 @@ import time
 import httpx
 import pytest
 
-from lpr.engine.waiting import MOST_PRIORITY, Waiting
 from lpr.protocol import Chunk
+from lpr.sched.queue import MOST_PRIORITY, Waiting
 from lpr.serve import limits
 from lpr.serve.api import middleware
 from lpr.serve.bodies.completions import ResponseFormat

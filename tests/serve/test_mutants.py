@@ -15,8 +15,8 @@ import pytest
 
 import lpr
 import lpr.engine.text as engine_text
-from lpr.engine import page_pool
 from lpr.protocol import Submit
+from lpr.sched import page_pool
 from lpr.serve import service
 from lpr.serve.api import answers, completions
 from lpr.serve.api.context import Context

@@ -59,7 +59,7 @@ def test_every_text_of_every_conversation_is_shown_or_refused_by_its_place() -> 
                 mark in theirs for mark in ("'type'", '"type": "text"', "None")
             )
             try:
-                ours = model.chat_text(chat)
+                ours = model.chat_text(*model.conversation(chat))
             except ApiError as failure:
                 counts["refused"] += 1
                 refused[path.name].append(name)

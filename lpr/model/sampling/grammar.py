@@ -32,9 +32,8 @@ class Compiler:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        import llguidance.hf
-
-        self._known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._known: Any = None
         self._compiled: OrderedDict[str, Future[tuple[Any, int]]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammars")
 
@@ -43,16 +42,23 @@ class Compiler:
         if grammar not in self._compiled:
             self._compiled[grammar] = self._thread.submit(self._compile, grammar)
         self._compiled.move_to_end(grammar)
-        kept = [each.result()[1] for each in self._compiled.values() if each.done() and each.exception() is None]
-        if len(self._compiled) > MOST_KEPT or (len(self._compiled) > 1 and sum(kept) > MOST_BYTES):
+        while len(self._compiled) > 1 and (len(self._compiled) > MOST_KEPT or self._num_bytes() > MOST_BYTES):
             self._compiled.popitem(last=False)
         return self._compiled[grammar]
+
+    def _num_bytes(self) -> int:
+        done = [each for each in self._compiled.values() if each.done()]
+        return sum(each.result()[1] for each in done if each.exception() is None)
 
     def matcher(self, grammar: str) -> Any:
         """A matcher at the start of `grammar`."""
         return self.begin(grammar).result()[0].deep_copy()
 
     def _compile(self, grammar: str) -> tuple[Any, int]:
+        if self._known is None:
+            import llguidance.hf
+
+            self._known = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
         before = memory_used()
         found = matcher(self._known, grammar)
         return found, max(len(grammar), memory_used() - before)
@@ -69,6 +75,24 @@ def memory_used() -> int:
 
 _compilers: WeakKeyDictionary[Any, dict[int, Compiler]] = WeakKeyDictionary()
 """By tokenizer and size of the vocabulary."""
+
+
+def compiler_of(tokenizer: Any, vocab_size: int) -> Compiler:
+    """The compiler of a tokenizer for a model with this vocabulary."""
+    known = _compilers.setdefault(tokenizer, {})
+    if vocab_size not in known:
+        known[vocab_size] = Compiler(tokenizer, vocab_size)
+    return known[vocab_size]
+
+
+def begin(grammar: str, tokenizer: Any | None, vocab_size: int) -> Future[tuple[Any, int]] | None:
+    """Compile a grammar beside the steps, before a request needs it; errors are left to that request.
+
+    None where no grammar can be compiled.
+    """
+    if tokenizer is None or find_spec("llguidance") is None:
+        return None
+    return compiler_of(tokenizer, vocab_size).begin(grammar)
 
 
 @lru_cache(MOST_KEPT)
@@ -118,10 +142,7 @@ class Grammar:
         import llguidance.numpy
 
         if self._matcher is None:
-            known = _compilers.setdefault(self._tokenizer, {})
-            if vocab_size not in known:
-                known[vocab_size] = Compiler(self._tokenizer, vocab_size)
-            self._matcher = known[vocab_size].matcher(self._grammar)
+            self._matcher = compiler_of(self._tokenizer, vocab_size).matcher(self._grammar)
             self._mask = llguidance.numpy.allocate_token_bitmask(1, vocab_size)
         self._follow(path)
         llguidance.numpy.fill_next_token_bitmask(self._matcher, self._mask, 0)

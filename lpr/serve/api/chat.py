@@ -32,6 +32,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/chat/completions", summary="Answer a conversation", responses=STREAM)
 @router.post("/chat/completions", include_in_schema=False)
+@router.post("/beta/chat/completions", include_in_schema=False)  # DeepSeek's path for answers that go on
 async def chat(body: ChatBody, request: Request) -> Response:
     """Write the next message of a conversation."""
     context, served = await begin(request, body.user)
@@ -67,7 +68,7 @@ async def _prepared(
         most = min(ceiling, served.most(len(ids)))
     room = served.room(body, len(ids), most)
     held = replies.grammar(served.tokens, _schema(body.response_format))
-    more["grammar"] = await context.grammar(request, body.response_format, held)
+    more["grammar"] = await context.grammar(request, body.response_format, held, replies.tools)
     if replies.shows_special(served.tokens):
         more["skip_special_tokens"] = False
     params = served.params(body, room, **more)
@@ -99,7 +100,7 @@ async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeB
     if not served.templates.is_known:
         await unless_gone(request.receive, context_of(request).learn(served))
     if is_simple(body) and not is_long(request):
-        return served.chat_text(body)
+        return served.chat_text(*served.conversation(body))
     # What a client sets can make a template's work as large as it likes.
     try:
         packed = pack(body)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
@@ -120,13 +121,20 @@ class Context:
         model = (facts.max_length, templates.sources, facts.special_tokens, served.most_characters)
         self.checks.prepare(*model, fits, grammars)
 
-    async def grammar(self, request: Request, wanted: ResponseFormat | None, held: str = "") -> str:
+    async def grammar(
+        self,
+        request: Request,
+        wanted: ResponseFormat | None,
+        held: str = "",
+        schemas: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """A grammar in llguidance's JSON form, "" for plain text; raises ApiError or DisconnectedError.
 
-        `held` is one that holds calls of tools, and takes the place of the `wanted` one, which is in it.
+        `held` is one that holds calls of tools, and takes the place of the `wanted` one, which is in it. `schemas` are
+        those of the tools, by their names.
         """
         if held:
-            return await unless_gone(request.receive, self.grammars.held(held, key_name(request)))
+            return await unless_gone(request.receive, self.grammars.held(held, schemas, key_name(request)))
         if wanted is None or wanted.type == "text":
             return ""
         return await unless_gone(request.receive, self.grammars.compiled(wanted, key_name(request)))

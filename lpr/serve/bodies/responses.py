@@ -199,7 +199,7 @@ class ResponsesBody(Sampled):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    store: Literal[False] | None = None  # an id that cannot be asked for would be a promise
+    store: bool | None = None  # nothing is stored, and the answer says so
     include: Annotated[list[Included], Field(max_length=len(get_args(Included)))] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None

@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MOST_READ = 1024
 """Delivered tokens of new requests that are read between two steps, at least those of one request."""
+COMPILING_EVERY = 0.005
+"""Seconds between two looks at grammars that are compiled, without other work."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -146,6 +149,8 @@ class EngineBridge(StepHooks):
         self._open: dict[int, Request] = {}
         self._new: dict[int, Submit] = {}
         """Requests that are not submitted yet."""
+        self._compiling: dict[int, Future[Any]] = {}
+        """Grammars of some of these, without which a step would wait for them."""
         self._num_steps = 0
         self._ready: list[Chunk] = []
         """Chunks outside steps, to be sent with the next ones."""
@@ -159,7 +164,7 @@ class EngineBridge(StepHooks):
         """Work until the front sends Stop; raises FrontGoneError if it hangs up."""
         self.engine.hooks = self
         try:
-            while self._obey(self._line.take(PULSE_EVERY if self._is_idle else 0.0)):
+            while self._obey(self._line.take(self._patience)):
                 self._learn()
                 # Without work this only checks that the other ranks are alive.
                 self._advanced += self.engine.step()
@@ -179,6 +184,8 @@ class EngineBridge(StepHooks):
                 return False
             if isinstance(message, Submit):
                 self._new[int(message.id)] = message
+                if message.params.grammar and (compiling := self.engine.compile(message.params.grammar)) is not None:
+                    self._compiling[int(message.id)] = compiling
             elif isinstance(message, Abort):
                 self._new.pop(int(message.id), None)
                 request = self._open.pop(int(message.id), None) or self.engine.requests.get(message.id)
@@ -189,8 +196,11 @@ class EngineBridge(StepHooks):
             else:
                 self._resume(message)
         num_read = 0
-        while self._new and num_read < MOST_READ:
-            message = self._new.pop(next(iter(self._new)))
+        self._compiling = {id: each for id, each in self._compiling.items() if id in self._new and not each.done()}
+        for id in [id for id in self._new if id not in self._compiling]:
+            if num_read >= MOST_READ:
+                break
+            message = self._new.pop(id)
             num_read += len(message.token_ids) - message.num_prompt
             self._ready += self._submit(message)
         return True
@@ -212,6 +222,13 @@ class EngineBridge(StepHooks):
     @property
     def _is_idle(self) -> bool:
         return self.engine.is_idle and not self._new and (self._drafts is None or not self._drafts.is_waiting)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for the front's next message."""
+        if len(self._new) > len(self._compiling) or not self.engine.is_idle:
+            return 0.0
+        return COMPILING_EVERY if self._compiling else PULSE_EVERY if self._is_idle else 0.0
 
     def _learn(self) -> None:
         """Learn some of what other replicas have finished, and hand over a snapshot if one is due."""

@@ -6,8 +6,10 @@ import asyncio
 import json
 import re
 from collections import OrderedDict
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
@@ -17,6 +19,8 @@ from lpr.serve.sandbox import ExhaustedError, Sandbox
 
 MOST_KEPT = 256
 """Grammars whose verdicts are remembered."""
+MOST_BLAMED = 32
+"""Tools that are looked at by themselves where the grammar of all is refused."""
 _RULE = re.compile(r"^[ \t]*\??[\w.-]+[ \t]*(?:::=|:)", re.MULTILINE)
 _PARAMS = {"json_schema": "json_schema.schema", "regex": "regex", "grammar": "grammar"}
 
@@ -49,9 +53,20 @@ class Grammars:
         """
         return await self._checked("response_format." + _PARAMS.get(wanted.type, "type"), *_source(wanted), key)
 
-    async def held(self, lark: str, key: str = "") -> str:
-        """The same for a grammar of lpr's own, which holds calls of tools; raises ApiError."""
-        return await self._checked("tools", "lark", lark, key)
+    async def held(self, lark: str, schemas: Mapping[str, Any], key: str = "") -> str:
+        """The same for a grammar of lpr's own, which holds calls of tools.
+
+        Raises ApiError, which names the tool that is to blame: `schemas` are those of the tools, by their names.
+        """
+        try:
+            return await self._checked("tools", "lark", lark, key)
+        except ApiError as failure:
+            if failure.code == ErrorCode.BAD_REQUEST:
+                for name, schema in islice(schemas.items(), MOST_BLAMED):
+                    verdict = await self._verdict("json_schema", json.dumps(schema or {"type": "object"}), key)
+                    if verdict.problem:
+                        raise bad("tools", f"tools: {name}: {verdict.problem}") from failure
+            raise
 
     async def _checked(self, param: str, kind: str, text: str, client: str) -> str:
         if not self.is_installed:

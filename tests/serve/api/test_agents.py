@@ -279,9 +279,27 @@ def test_a_response_keeps_to_a_schema(service):
     assert plain["text"] == {"format": {"type": "text"}, "verbosity": "low"}, "no name, as that of a schema"
 
 
+def test_nothing_is_stored_and_the_answer_says_so(service):
+    answer = service.openai.responses.create(model="fake", input="u", store=True)
+    assert answer.to_dict()["store"] is False
+
+
+def test_the_tool_to_blame_is_named(service):
+    good = {"type": "object", "properties": {"a": {"type": "string"}}}
+    bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": f"f{at}", "parameters": each}} for at, each in
+             enumerate((good, bad))]  # fmt: skip
+    body = {"messages": [{"role": "user", "content": "u"}], "tools": tools, "tool_choice": "required"}
+    for path in ("/v1/chat/completions", "/beta/chat/completions"):
+        answer = service.client.post(path, json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+        assert answer.json()["error"]["message"].startswith("tools: f1: ")
+        assert service.client.post(path, json={**body, "tools": tools[:1]}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "name, value",
-    [("store", True), ("previous_response_id", "resp_1"), ("conversation", "c"), ("background", True), 
+    [("previous_response_id", "resp_1"), ("conversation", "c"), ("background", True), 
      ("input", [{"type": "item_reference", "id": "x"}])],
 )  # fmt: skip
 def test_a_response_that_would_need_a_store_is_refused(service, name, value):
@@ -298,7 +316,10 @@ def test_a_response_that_would_need_a_store_is_refused(service, name, value):
         ({"tools": [{"type": "mcp"}]}, "tools.0: type 'mcp' is none of 'function', 'namespace', 'web_search'"),
         ({"tools": [{**RESPONSE_TOOL, "parameters": {"x": float("inf")}}]}, "tools: a number is not finite"),
         ({"metadata": {"x": 10**30}, "stream": True}, "metadata: a number is not finite, or an integer has more"),
-        ({"tools": [{**RESPONSE_TOOL, "parameters": {"$ref": "#"}}], "tool_choice": "required"}, "tools: no text"),
+        (
+            {"tools": [{**RESPONSE_TOOL, "parameters": {"$ref": "#"}}], "tool_choice": "required"},
+            "tools: weather: no",
+        ),
         ({"max_output_tokens": 10**20}, "the prompt's 12 tokens and max_output_tokens 100000000000000000000 are"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema: Invalid type"),
         ({"text": 1}, "text: this should be an object"),

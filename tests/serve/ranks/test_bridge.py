@@ -1,6 +1,7 @@
 """The driver's deliveries: whatever the front has got, what comes is what is beyond, as if nothing had been lost."""
 
 import json
+import threading
 
 import pytest
 
@@ -8,6 +9,7 @@ import lpr
 from lpr.config import SamplingParams
 from lpr.engine.request import Request
 from lpr.engine.text import TextStream
+from lpr.model.sampling import grammar as grammar_module
 from lpr.protocol import Abort, Chunk, ProtocolError, Stop, Submit
 from lpr.serve.messages import Facts, Finish, Load, Pulse, Resume, Stepped
 from lpr.serve.ranks.bridge import MOST_READ, EngineBridge
@@ -65,12 +67,13 @@ def drive(engine, *messages, steps=None):
         if left:
             taken, left[:] = list(left), []
             return taken
-        if turns > (steps or 10**6) or (engine.is_idle and steps is None):
+        if turns > (steps or 10**6) or (engine.is_idle and not bridge._new and steps is None):
             return [Stop()]
         return []
 
     line = Line(script)
-    EngineBridge(engine, line, "bundled").run()
+    bridge = EngineBridge(engine, line, "bundled")
+    bridge.run()
     return line
 
 
@@ -126,6 +129,30 @@ def test_a_request_goes_on_from_every_point_of_its_stream(engine, regex, kind):
         assert (found[0], found[1], found[3]) == (wanted[0], wanted[1], wanted[3]), f"after chunk {given}"
         assert [*logprobs, *found[2]] == pytest.approx(wanted[2], abs=1e-4)
         assert rest[-1].usage is not None and rest[-1].usage.num_tokens == len(wanted[0]) - len(ids)
+
+
+def test_a_grammar_is_compiled_beside_the_steps(engine, monkeypatch):
+    """A stream goes on while the grammar of another request is compiled, however long that takes."""
+    llguidance = pytest.importorskip("llguidance")
+    is_done, matcher = threading.Event(), grammar_module.matcher
+    monkeypatch.setattr(grammar_module, "matcher", lambda *args: is_done.wait(20) and matcher(*args))
+    prompt, slow = engine.encode(PROMPT), llguidance.LLMatcher.grammar_from_regex("x[0-9]{7,9}y")
+    plain = SamplingParams(max_new_tokens=NUM, ignore_eos=True)
+    messages = [submit(1, SamplingParams(max_new_tokens=8, grammar=slow), prompt), submit(2, plain, prompt)]
+
+    def script(line):
+        if messages:
+            return [messages.pop()]
+        if line.chunks(2) and line.chunks(2)[-1].finish_reason:
+            is_done.set()
+        return [Stop()] if line.chunks(1) and line.chunks(1)[-1].finish_reason else []
+
+    line = Line(script)
+    EngineBridge(engine, line, "bundled").run()
+    ends = [chunk.id for message in line.said if isinstance(message, Stepped) for chunk in message.chunks
+            if chunk.finish_reason]  # fmt: skip
+    assert is_done.is_set() and ends == [2, 1]
+    assert put_together(line.chunks(1))[1].startswith("x")
 
 
 @pytest.mark.parametrize("kind", list(KINDS)[:2])

@@ -32,7 +32,7 @@ def chat(**body: Any) -> ChatBody:
 
 def prompt(template: str, body: ChatBody) -> str:
     model = served(template)
-    return model.chat_text(body)
+    return model.chat_text(*model.conversation(body))
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
@@ -112,7 +112,7 @@ def test_a_begun_thought_goes_on_and_an_ended_one_does_not() -> None:
             continue_final_message=True,
             add_generation_prompt=False,
         )
-        text = model.chat_text(body)
+        text = model.chat_text(*model.conversation(body))
         assert text.endswith(end) and model.replies(body, text).begun == is_open
 
 
@@ -148,7 +148,7 @@ def test_tools_have_the_form_that_a_template_reads() -> None:
 def test_a_template_that_does_not_compile_refuses_chats_only() -> None:
     model = served("{% if %}")
     with pytest.raises(ApiError, match="cannot be read"):
-        model.chat_text(chat(messages=[USER]))
+        model.chat_text(*model.conversation(chat(messages=[USER])))
     assert ChatTemplates({"default": "{% if %}"}, {}).learnt()["default"]["several"] is True
 
 

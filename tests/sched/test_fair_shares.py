@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from lpr.config import InputError
-from lpr.engine import waiting
-from lpr.engine.limits import Limits
-from lpr.engine.scheduler import Scheduler
-from lpr.engine.sharing import Shares
-from lpr.engine.waiting import MOST_PRIORITY, SECONDS_PER_PRIORITY
+from lpr.sched import queue as waiting
+from lpr.sched.fair_shares import Shares
+from lpr.sched.limits import Limits
+from lpr.sched.queue import MOST_PRIORITY, SECONDS_PER_PRIORITY
+from lpr.sched.scheduler import Scheduler
 from lpr.serve.api.middleware import MOST_WEIGHT, Keys
 from tests.fakes.fake_driver import served
 

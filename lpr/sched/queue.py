@@ -1,7 +1,7 @@
 """The queue of requests without a slot, in the order of admission.
 
-Where several shares wait (the keys of a service), the one that has had least goes first (lpr.engine.sharing). Within a
-share, and where there is one, requests go by arrival, shifted by priority.
+Where several shares wait (the keys of a service), the one that has had least goes first (lpr.sched.fair_shares). Within
+a share, and where there is one, requests go by arrival, shifted by priority.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic
 
-from lpr.engine.limits import R
-from lpr.engine.sharing import Shares
+from lpr.sched.fair_shares import Shares
+from lpr.sched.limits import R
 
 SECONDS_PER_PRIORITY = 10.0
 """A request of priority p waits as one that arrived 10 p seconds later."""

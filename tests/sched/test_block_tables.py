@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lpr.engine import page_pool
-from lpr.engine.page_moves import PageClear, PageCopy, PageIn, PageOut
-from lpr.engine.page_pool import PagePool
-from lpr.engine.pages import RankPages
-from lpr.engine.prefix_tree import Node
+from lpr.sched import page_pool
+from lpr.sched.block_tables import RankPages
+from lpr.sched.page_moves import PageClear, PageCopy, PageIn, PageOut
+from lpr.sched.page_pool import PagePool
+from lpr.sched.prefix_tree import Node
 
 SIZE = 4
 NOISE = "nobody", (-1,)

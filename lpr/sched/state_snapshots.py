@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from lpr.engine.prefix_tree import Node
+from lpr.sched.prefix_tree import Node
 
 SNAPSHOTS_PER_SLOT = 4
 MOST_COMPARED = 64

@@ -1,8 +1,8 @@
 """Placement: which ranks hold which running request, in which pages.
 
-A request runs on its *home ranks* (lpr.engine.homes): they hold its K/V and evaluate its trees. A rank that is to
+A request runs on its *home ranks* (lpr.sched.homes): they hold its K/V and evaluate its trees. A rank that is to
 become one gives the request a slot and fills its pending chain next to its other work; it is a home rank as soon as
-what it lacks is cheap. Each rank has pages of its own (lpr.engine.pages). Pure, and the same on every rank.
+what it lacks is cheap. Each rank has pages of its own (lpr.sched.block_tables). Pure, and the same on every rank.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from functools import cache, partial
 from typing import Generic
 
-from lpr.engine.homes import Candidate, choose
-from lpr.engine.limits import Limits, R, Schedulable
-from lpr.engine.page_moves import PageMove
-from lpr.engine.page_pool import PagePool
-from lpr.engine.pages import RankPages
-from lpr.engine.prefix_tree import Node
+from lpr.sched.block_tables import RankPages
+from lpr.sched.homes import Candidate, choose
+from lpr.sched.limits import Limits, R, Schedulable
+from lpr.sched.page_moves import PageMove
+from lpr.sched.page_pool import PagePool
+from lpr.sched.prefix_tree import Node
 
 REVIEW_EVERY = 16
 """Steps between two reviews of which ranks wide requests are worth."""

@@ -2,7 +2,7 @@
 
 A *page* holds the K/V of `page_size` consecutive tokens in all layers. A running request has a *block table*, its pages
 in the order of its tokens, and reads no other. Full pages are shared: requests of one tenant that begin alike hold the
-same pages, while they run and afterwards. What no running request holds is the prefix cache (lpr.engine.page_pool).
+same pages, while they run and afterwards. What no running request holds is the prefix cache (lpr.sched.page_pool).
 
 Pure, and replicated: every rank keeps the tables of all ranks, so all know what each of them holds.
 """
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
-from lpr.engine.limits import R
-from lpr.engine.page_moves import PageClear, StateCopy
-from lpr.engine.page_pool import PagePool
-from lpr.engine.prefix_tree import Node
-from lpr.engine.state_snapshots import Snapshots, border
+from lpr.sched.limits import R
+from lpr.sched.page_moves import PageClear, StateCopy
+from lpr.sched.page_pool import PagePool
+from lpr.sched.prefix_tree import Node
+from lpr.sched.state_snapshots import Snapshots, border
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class RankPages(Generic[R]):
     ) -> None:
         """For up to `num_slots` running requests. With `retains`, requests share pages.
 
-        `num_snapshots` is of a model with recurrent states (lpr.engine.state_snapshots), None for one without.
+        `num_snapshots` is of a model with recurrent states (lpr.sched.state_snapshots), None for one without.
         """
         self.rank, self.num_slots, self.pool, self.retains = rank, num_slots, pool, retains
         self.running: list[R] = []

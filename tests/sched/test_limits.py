@@ -11,9 +11,9 @@ import pytest
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.core.step_times import KNOTS, StepTimes
-from lpr.engine.limits import SHORTEST_CHUNK, Limits, Targets
-from lpr.engine.scheduler import Scheduler, rooms
-from lpr.engine.waiting import MOST_OVERTAKEN, Waiting
+from lpr.sched.limits import SHORTEST_CHUNK, Limits, Targets
+from lpr.sched.queue import MOST_OVERTAKEN, Waiting
+from lpr.sched.scheduler import Scheduler, rooms
 from tests.fakes.models import tiny_model
 from tests.fakes.sim_requests import SimRequest, serve_on_one_rank
 

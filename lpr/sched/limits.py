@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from lpr.config import PAGE_SIZE
-from lpr.engine.homes import Seen, rate, speedup, yield_of
+from lpr.sched.homes import Seen, rate, speedup, yield_of
 
 if TYPE_CHECKING:
     from lpr.core.step_times import StepTimes
@@ -44,14 +44,14 @@ class Schedulable(Protocol):
     tenant: str
     """K/V is shared among requests of one tenant only."""
     share: str
-    """Requests of different shares get slots by weight (lpr.engine.sharing); "" without keys."""
+    """Requests of different shares get slots by weight (lpr.sched.fair_shares); "" without keys."""
     weight: float
     """Of its share."""
     charged: float
     """Steps that its share was charged when it got a slot; written by the queue."""
     priority: int
     arrived: float
-    """Its arrival in seconds; orders the queue (lpr.engine.waiting)."""
+    """Its arrival in seconds; orders the queue (lpr.sched.queue)."""
     arrived_ms: float
     """When it came, on the clock of the targets; written by the scheduler."""
     homes: list[int]
@@ -183,7 +183,7 @@ class Limits(Generic[R]):
     num_host_pages: int = 0
     """Pages of each rank in host memory; 0 if what is preempted is computed again."""
     num_snapshots: int | None = None
-    """Snapshots of recurrent states on each rank (lpr.engine.state_snapshots); None: the model has no such states."""
+    """Snapshots of recurrent states on each rank (lpr.sched.state_snapshots); None: the model has no such states."""
     num_ahead: int = 0
     """Rows behind its tokens that a decoding request needs for a step's tree."""
 

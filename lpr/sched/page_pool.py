@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from lpr.engine.page_moves import PageCopy, PageIn, PageMove, PageOut
-from lpr.engine.prefix_tree import MOST_COMPARED, NOWHERE, LeastRecent, Node
-from lpr.engine.state_snapshots import Snapshots
+from lpr.sched.page_moves import PageCopy, PageIn, PageMove, PageOut
+from lpr.sched.prefix_tree import MOST_COMPARED, NOWHERE, LeastRecent, Node
+from lpr.sched.state_snapshots import Snapshots
 
 FIRST_ROOTS = 64
 """Tenants without a page that are remembered at least."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
-from lpr.engine.limits import SHORTEST_CHUNK, Limits, R, Schedulable
-from lpr.engine.page_moves import PageMove
-from lpr.engine.placement import Placement
-from lpr.engine.prefix_tree import Node
-from lpr.engine.state_snapshots import border
-from lpr.engine.waiting import Entry, Waiting
+from lpr.sched.limits import SHORTEST_CHUNK, Limits, R, Schedulable
+from lpr.sched.page_moves import PageMove
+from lpr.sched.placement import Placement
+from lpr.sched.prefix_tree import Node
+from lpr.sched.queue import Entry, Waiting
+from lpr.sched.state_snapshots import border
 
 MANY = 8
 """With more requests than this decoding, prompts are filled in parts. With fewer, the request that waits for its parts

@@ -20,13 +20,13 @@ import lpr.engine.step
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.state import SequenceState
 from lpr.engine.exchange import DesyncError, Exchange
-from lpr.engine.homes import FILLS_PER_TOKEN, Candidate, choose, speedup
-from lpr.engine.limits import Limits
-from lpr.engine.pages import RankPages
 from lpr.engine.request import Request
-from lpr.engine.scheduler import Scheduler
 from lpr.engine.stats import DecodeStats
 from lpr.native import StepDraft
+from lpr.sched.block_tables import RankPages
+from lpr.sched.homes import FILLS_PER_TOKEN, Candidate, choose, speedup
+from lpr.sched.limits import Limits
+from lpr.sched.scheduler import Scheduler
 from tests.fakes.altered_gather import change_received
 from tests.fakes.models import tiny_model
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks

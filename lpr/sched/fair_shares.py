@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Generic
 
-from lpr.engine.limits import R
+from lpr.sched.limits import R
 
 FIRST_STEPS = 16.0
 """Steps that the first request of a share is expected to take."""

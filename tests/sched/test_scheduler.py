@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lpr.engine import page_pool as module
-from lpr.engine.limits import Limits
-from lpr.engine.page_moves import PageClear, PageCopy, PageIn, PageMove, PageOut
-from lpr.engine.page_pool import num_equal
-from lpr.engine.pages import RankPages
-from lpr.engine.placement import Placement
-from lpr.engine.scheduler import Schedule, Scheduler
-from lpr.engine.waiting import SECONDS_PER_PRIORITY
+from lpr.sched import page_pool as module
+from lpr.sched.block_tables import RankPages
+from lpr.sched.limits import Limits
+from lpr.sched.page_moves import PageClear, PageCopy, PageIn, PageMove, PageOut
+from lpr.sched.page_pool import num_equal
+from lpr.sched.placement import Placement
+from lpr.sched.queue import SECONDS_PER_PRIORITY
+from lpr.sched.scheduler import Schedule, Scheduler
 from tests.fakes.paths import ROOT
 
 NUM_RANKS = 3
@@ -497,7 +497,7 @@ def test_withdrawn_requests_are_gone() -> None:
 
 def test_loads_without_torch() -> None:
     code = (
-        "import sys, importlib.util as u; spec = u.spec_from_file_location('s', 'lpr/engine/scheduler.py');"
+        "import sys, importlib.util as u; spec = u.spec_from_file_location('s', 'lpr/sched/scheduler.py');"
         "m = u.module_from_spec(spec); sys.modules['s'] = m; spec.loader.exec_module(m);"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
