@@ -35,6 +35,8 @@ LEAST_TEXT = 0.4
 """Path probability of a token of the text below which a pass does not evaluate it."""
 FASTER, SLOWER = 0.7, 0.05
 """Weights of a pass that took less or more than those before: other programs make passes longer, none shorter."""
+STEEPER = 1.3
+"""Most by which a pass gets dearer with its size than a step of the model does."""
 
 
 @dataclass
@@ -143,13 +145,19 @@ class Passes:
         return self._rates[size]
 
     def _pass_time(self, num_entries: int) -> float:
-        """Milliseconds of a pass; where none as large was made, by others and the times of steps."""
+        """Milliseconds of a pass; no more than a larger one takes, or a smaller one by the times of steps.
+
+        A size whose one pass another program has disturbed would never be tried again.
+        """
         size = size_of(num_entries)
-        if size in self._pass_ms:
-            return self._pass_ms[size]
-        near = min(self._pass_ms, key=lambda known: abs(known.bit_length() - size.bit_length()))
-        scale = self._time(size, 1) / self._time(near, 1) if self._times is not None else 1.0
-        return self._pass_ms[near] * scale
+        bounds = [self._pass_ms[size]] if size in self._pass_ms else []
+        for known, ms in self._pass_ms.items():
+            if known > size:
+                bounds.append(ms)
+            elif known < size:
+                grown = self._time(size, 1) / self._time(known, 1) if self._times is not None else size / known
+                bounds.append(ms * grown * (STEEPER if size in self._pass_ms else 1.0))
+        return min(bounds)
 
     def _time(self, entries: int, batch: int) -> float:
         assert self._times is not None

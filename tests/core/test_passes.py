@@ -84,6 +84,14 @@ def test_what_needs_no_copy_gets_none() -> None:
     assert passes.worth(0, [1.0], 1) and not passes.worth(0, [0.1], 1)
 
 
+def test_a_size_whose_only_pass_was_disturbed_is_tried_again() -> None:
+    passes = Passes()
+    run(passes, 6.0)
+    passes.count_pass(2, 500.0)
+    passes.begin_step(TIMES, 100)
+    assert passes.worth(0, [1.0], 2)
+
+
 def test_agreement_follows_what_was_right() -> None:
     agreement = Agreement()
     first = agreement.of(0.9)
