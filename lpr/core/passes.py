@@ -35,6 +35,10 @@ LEAST_TEXT = 0.4
 """Path probability of a token of the text below which a pass does not evaluate it."""
 FASTER, SLOWER = 0.7, 0.05
 """Weights of a pass that took less or more than those before: other programs make passes longer, none shorter."""
+MOST_SURPRISE = 3.0
+"""Most by which the first pass of a size counts for longer than others let expect."""
+FADING = 0.995
+"""What is left of the time of a pass when one did not pay by it: a disturbed one is not believed for ever."""
 
 
 @dataclass
@@ -72,6 +76,7 @@ class Passes:
         self.copy, self.text = Agreement(), Agreement()
         """Of the copy's choices with the model's, and of the text's continuations with the copy's choices."""
         self._pass_ms: dict[int, float] = {} if first_ms is None else {1: first_ms}
+        self._faded: dict[int, float] = {}
         self._times: StepTimes | None = None
         self._longest, self._idle_ms, self._num_probed = 1, 0.0, 0
         self._rates: dict[int, list[float]] = {}
@@ -116,6 +121,9 @@ class Passes:
         if pays:
             self._idle_ms = 0.0
             return True
+        if not num_made:
+            size = size_of(num_entries)
+            self._faded[size] = FADING * self._faded.get(size, 1.0)
         share = PROBE * max(1.0, EARLY_PROBES / (1 + self._num_probed))
         if num_made or self._idle_ms * share < took:
             return False
@@ -125,6 +133,9 @@ class Passes:
     def count_pass(self, num_entries: int, ms: float) -> None:
         """Count a pass of so many tokens that took `ms` milliseconds."""
         size = size_of(num_entries)
+        if size not in self._pass_ms and self._pass_ms:
+            self._pass_ms[size] = min(ms, MOST_SURPRISE * self._pass_time(size))
+        self._faded.pop(size, None)
         known = self._pass_ms.setdefault(size, ms)
         self._pass_ms[size] += FASTER * (ms - known) if ms < known else SLOWER * (min(ms, 2 * known) - known)
 
@@ -143,13 +154,14 @@ class Passes:
         return self._rates[size]
 
     def _pass_time(self, num_entries: int) -> float:
-        """Milliseconds of a pass; where none as large was made, by others and the times of steps."""
+        """Milliseconds of a pass, no more than a larger one takes; of a new size by others and the times of steps."""
         size = size_of(num_entries)
-        if size in self._pass_ms:
-            return self._pass_ms[size]
-        near = min(self._pass_ms, key=lambda known: abs(known.bit_length() - size.bit_length()))
-        scale = self._time(size, 1) / self._time(near, 1) if self._times is not None else 1.0
-        return self._pass_ms[near] * scale
+        larger = [ms * self._faded.get(known, 1.0) for known, ms in self._pass_ms.items() if known >= size]
+        if larger:
+            return min(larger)
+        near = max(self._pass_ms)
+        grown = self._time(size, 1) / self._time(near, 1) if self._times is not None else 1.0
+        return self._pass_ms[near] * grown * self._faded.get(size, 1.0)
 
     def _time(self, entries: int, batch: int) -> float:
         assert self._times is not None

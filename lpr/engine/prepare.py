@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -169,7 +170,7 @@ def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache
 
 def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm) -> None:
     """Make a low-bit copy of the model that drafts; raises InputError where a form that is asked for cannot be made."""
-    form: Form = "int8" if options.self_draft == "auto" or options.self_draft == "off" else options.self_draft
+    form = cast(Form, "int8" if options.self_draft == "auto" else options.self_draft)
     why = why_no_copy(like, comm)
     try:
         if why is None and options.self_draft == "auto" and not _has_room(model, comm):

@@ -26,6 +26,7 @@ from lpr.engine.ahead import Ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.guesses import Followed, follow_all
 from lpr.engine.prepare import why_no_copy
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_draft import Ending, SelfDrafter, pure
 from lpr.model.step_inputs import Row
@@ -49,17 +50,18 @@ def plain() -> Engine:
     return Engine.from_model(model_of(), decode=DecodeConfig.autoregressive())
 
 
-def fixed(engine: Engine, passes: int = 4) -> Engine:
-    """Let an engine make so many passes in every step, whatever they take."""
+def fix(engine: Engine) -> None:
+    """Let an engine make four passes in every step, whatever they take."""
     assert engine.model.self_drafter is not None
-    engine.model.self_drafter.passes = Passes(fixed=passes)
-    return engine
+    engine.model.self_drafter.passes = Passes(fixed=4)
 
 
 def drafting(
     decode: DecodeConfig = DECODE, form: str = "int8", model: PreTrainedModel | None = None, **more: Any
 ) -> Engine:
-    return fixed(Engine.from_model(model or model_of(), decode=decode, self_draft=form, **more))
+    engine = Engine.from_model(model or model_of(), decode=decode, self_draft=form, **more)
+    fix(engine)
+    return engine
 
 
 def ids(completions: Sequence[Completion]) -> list[list[int]]:
@@ -94,7 +96,7 @@ def test_sampling_agrees_as_much_as_greedy_decoding() -> None:
 def test_ranks(num_ranks: int, decode: DecodeConfig) -> None:
     params = [GREEDY[0], *SAMPLED[1:]]
     expected = ids(plain().generate(PROMPTS, params))
-    every = generate_on(num_ranks, model_of(), decode, PROMPTS, params, fixed, self_draft="int4")
+    every = generate_on(num_ranks, model_of(), decode, PROMPTS, params, fix, self_draft="int4")
     for completions in every:
         assert ids(completions) == expected and copied(completions)[1] > 20
         assert copied(completions) == copied(every[0])
@@ -103,7 +105,7 @@ def test_ranks(num_ranks: int, decode: DecodeConfig) -> None:
 @pytest.mark.parametrize("decode", [DECODE, replace(DECODE, home_ranks=0)])
 def test_a_single_request_has_the_copies_of_all_ranks(decode: DecodeConfig) -> None:
     expected = ids(plain().generate(PROMPTS[1:2], SAMPLED[1:2]))
-    for completions in generate_on(2, model_of(), decode, PROMPTS[1:2], SAMPLED[1:2], fixed, self_draft="int8"):
+    for completions in generate_on(2, model_of(), decode, PROMPTS[1:2], SAMPLED[1:2], fix, self_draft="int8"):
         assert ids(completions) == expected and copied(completions)[1] > 15
 
 
@@ -111,7 +113,7 @@ def test_a_single_request_has_the_copies_of_all_ranks(decode: DecodeConfig) -> N
 def test_batches_come_and_go(adaptive: bool) -> None:
     prompts = [[(5 * i + 3 * j) % 89 for j in range(5 + 9 * i)] for i in range(9)]
     params = [SamplingParams(max_new_tokens=9 + 7 * i % 31, temperature=0.8 * (i % 2), seed=i) for i in range(9)]
-    sizes = {"window_size": "auto", "trie_nodes": "auto"} if adaptive else {}
+    sizes: dict[str, Any] = {"window_size": "auto", "trie_nodes": "auto"} if adaptive else {}
     engine = drafting(replace(DECODE, max_batch_size=4, **sizes))
     assert ids(engine.generate(prompts, params)) == ids(plain().generate(prompts, params))
 
@@ -230,11 +232,12 @@ def test_the_copy_follows_the_weights_of_its_model() -> None:
 
 
 def test_the_drop_in_drafts_with_a_copy() -> None:
-    model = model_of()
+    model: Any = model_of()
+    stock: Any = model_of()
     given = torch.tensor(PROMPTS[:1])
     how = {"attention_mask": torch.ones_like(given), "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
     found = model.generate(given, custom_generate=lpr.Lookahead(DECODE, self_draft="int8"), **how)
-    assert found.tolist() == model_of().generate(given, **how).tolist()
+    assert found.tolist() == stock.generate(given, **how).tolist()
     engine = EngineCache.of(model).engine
     assert engine is not None and engine.model.self_drafter is not None
 
@@ -250,7 +253,7 @@ def run_with(patch: Callable[[pytest.MonkeyPatch], None] | None, form: str = "in
     with pytest.MonkeyPatch.context() as context:
         if patch is not None:
             patch(context)
-        done = generate_on(2, model_of(), decode, PROMPTS, params, fixed, self_draft=form, attention="sdpa")
+        done = generate_on(2, model_of(), decode, PROMPTS, params, fix, self_draft=form, attention="sdpa")
     return all(ids(each) == expected for each in done), copied(done[0])[1]
 
 
@@ -259,7 +262,7 @@ def kv_of_the_copy_stays(patch: pytest.MonkeyPatch) -> None:
     written: dict[int, list[tuple[np.ndarray, list[torch.Tensor]]]] = {}
     run, look_ahead = SelfDrafter._logits, lpr.engine.step.look_ahead
 
-    def remember(self: SelfDrafter, rows: Sequence[Row], cache: Any) -> torch.Tensor:
+    def remember(self: SelfDrafter, rows: Sequence[Row], cache: KVCache) -> torch.Tensor:
         logits = run(self, rows, cache)
         for row in rows:
             places = cache.write_rows([row], row.num_entries)[0, :1]
@@ -267,8 +270,9 @@ def kv_of_the_copy_stays(patch: pytest.MonkeyPatch) -> None:
         return logits
 
     def put_back(plan: Any, model: TreeModel, *args: Any) -> Ahead:
+        assert isinstance(model.cache, KVCache)
         for places, values in written.pop(id(model.cache), []):
-            for pool, value in zip(model.cache._pools, values, strict=True):  # type: ignore[union-attr]
+            for pool, value in zip(model.cache._pools, values, strict=True):
                 pool[:, places] = value
         return look_ahead(plan, model, *args)
 
