@@ -8,8 +8,8 @@ from tests.fakes.paths import ROOT
 
 SEEN_BY = {
     "1 compile storm": (
-        "model/test_compiled.py::test_more_forms_are_noticed",
-        "model/test_compiled.py::test_the_first_replica_compiles_before_the_others",
+        "model/test_torch_compile.py::test_sizes_make_no_form_of_their_own",
+        "model/test_torch_compile.py::test_the_first_replica_compiles_before_the_others",
     ),
     "2 an error is a hang": (
         "dist/test_nccl.py::test_a_communicator_that_does_not_end_ends_the_process",
@@ -27,7 +27,9 @@ SEEN_BY = {
         "model/test_pretend_faults.py::test_without_agreement_collectives_find_no_other",
         "model/test_pretend_faults.py::test_buffers_that_are_registered_in_a_capture_wait_for_all",
     ),
-    "8 tp is neither compiled nor packed": ("model/test_compiled.py::test_a_rank_of_a_replica_is_packed_and_compiled",),
+    "8 tp is neither compiled nor packed": (
+        "model/test_torch_compile.py::test_a_rank_of_a_replica_is_packed_and_compiled",
+    ),
     "9 more shapes than are kept": ("model/test_gpu_defects.py::test_a_start_captures_no_more_graphs_than_are_kept",),
     "10 partial sums": ("model/test_gpu_defects.py::test_attention_makes_few_partial_sums",),
     "11 passes of a top-k": ("model/kernels/test_sampling_kernel.py::test_a_top_k_takes_few_passes",),

@@ -50,7 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},  # a convolution alone
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2},  # without attention
 }  # fmt: skip
-SOME = ["qwen3_next", "jamba", "recurrent_gemma"]
+SOME = ["qwen3_next", "jamba"]
 """Of kinds of code that are far apart; tests/slow has the others."""
 BY_NAME = {family.name: family for family in FAMILIES}
 SIZES = {

@@ -489,9 +489,9 @@ def check_rejected_nan(
     spoilt: list[bool] = []
     commit = lpr.engine.step.commit
 
-    def watching(model: Any, rows: Any, concluded: Any, moves: Any) -> None:
+    def watching(model: Any, rows: Any, concluded: Any, *rest: Any) -> None:
         spoilt.extend(each.failure == NOT_A_NUMBER for each in concluded)
-        commit(model, rows, concluded, moves)
+        commit(model, rows, concluded, *rest)
 
     def program(comm: ThreadComm) -> list[Completion]:
         engine = broken_engine(model, token, comm, attention)
