@@ -35,10 +35,14 @@ def output(engine: Engine) -> list[list[int]]:
     return [done.token_ids for done in engine.generate(PROMPTS, params)]
 
 
+def model_of(family: str) -> PreTrainedModel:
+    # Chunks of 256 tokens, the default, make the reference scans of short prompts slow.
+    return tiny_model(family, **({"mamba_chunk_size": 8} if family == "bamba" else {}))
+
+
 @pytest.fixture(scope="module", params=["llama", "bamba"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    # Chunks of 256 tokens, the default, make the reference scans of short prompts slow.
-    return tiny_model(request.param, **({"mamba_chunk_size": 8} if request.param == "bamba" else {}))
+    return model_of(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,7 @@ def test_a_mode_changes_no_text(name: str, used: str, model: PreTrainedModel, ex
 
 def test_a_model_made_in_inference_mode(expected: list[list[int]], model: PreTrainedModel) -> None:
     with torch.inference_mode():
-        made = tiny_model(model.config.model_type)
+        made = model_of(model.config.model_type)
         engine = Engine.from_model(made, decode=DECODE)
         assert output(engine) == expected
     assert output(engine) == expected

@@ -111,7 +111,7 @@ def load_and_pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bo
     return events_of
 
 
-FEW = ["13B", "70B, tp 8"]
+FEW = ["13B"]
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -111,9 +111,7 @@ def check_pieces(runner: TreeModel) -> None:
     assert torch.equal(in_pieces(runner, TEXT, [150], kv_bucket=512), single), "padding adds nothing"
 
 
-CASES = [
-    ("llama", torch.bfloat16), ("gemma2", torch.float16), ("gpt2", torch.float32), ("qwen3", torch.bfloat16),
-]  # fmt: skip
+CASES = [("llama", torch.bfloat16), ("gpt2", torch.float32)]
 """Both ways to attend for each; tests/slow has the rest."""
 
 

@@ -1,10 +1,9 @@
-"""The supervisor and real processes: ranks are killed and stopped, and the job goes on."""
+"""A supervised job of real processes, for tests that kill its ranks."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -54,27 +53,6 @@ def await_fact(folder: Path, found: Callable[[dict[str, Any]], bool], after: flo
                 return fact
         time.sleep(0.02)
     raise AssertionError(f"not in {PATIENCE} s: {path.read_text() if path.exists() else 'no log'}")
-
-
-def test_a_killed_driver_and_a_stopped_rank_change_nothing(tmp_path: Path) -> None:
-    """Three ranks. SIGKILL to the driver in the middle, SIGSTOP to another; replacements join, outputs are equal."""
-    (tmp_path / "hold").touch()
-    with supervised(tmp_path, "3", "1", "tests.fakes.supervised_worker", str(tmp_path), "80", "1") as job:
-        first = await_fact(tmp_path, lambda fact: fact.get("tokens", 0) > 20)
-        os.kill(first["pid"], signal.SIGKILL)
-        killed = time.time()
-        second = await_fact(tmp_path, lambda fact: "drives" in fact and fact["epoch"] > 0)
-        assert second["drives"] == 1 and second["size"] == 2
-        assert second["at"] - killed < 20, "0.1 s on a machine of its own"
-        other = next(pid for pid in children(job.pid) if pid != second["pid"])
-        os.kill(other, signal.SIGSTOP)
-        stopped = time.time()
-        full = await_fact(tmp_path, lambda fact: fact.get("size") == 3, after=stopped)
-        assert full["epoch"] > second["epoch"]
-        (tmp_path / "hold").unlink()
-        assert job.wait(timeout=PATIENCE) == 0
-        assert other not in children(os.getpid()) and not Path(f"/proc/{other}").exists(), "no process is left"
-    check_outputs(tmp_path)
 
 
 def place_of(pid: int) -> tuple[int, int]:
