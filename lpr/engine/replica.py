@@ -9,49 +9,39 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import cast
 
 import msgspec
 
-from lpr.config import DecodeConfig, InputError, TreeSizes
+from lpr.config import DecodeConfig, TreeSizes
 from lpr.core.passes import Passes
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, is_driver
 from lpr.dist.errors import MeshChangedError, first_line
 from lpr.engine import handover
 from lpr.engine.ahead import begin_passes, count_passes
+from lpr.engine.build import Parts, allocate, tree_sizes
 from lpr.engine.commands import Command, Compile, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
-from lpr.engine.kv_pool import (
-    DEFAULT_LENGTH,
-    PoolNeeds,
-    PoolSize,
-    common_host_pages,
-    common_size,
-    given_size,
-)
+from lpr.engine.kv_pool import DEFAULT_LENGTH, PoolSize
 from lpr.engine.options import EngineOptions
 from lpr.engine.pace import Pace
-from lpr.engine.prepare import longest_sequence, may_draft_itself, prepare
+from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
-from lpr.engine.sizing import Sizer, resolve_sizes
+from lpr.engine.sizing import Sizer
 from lpr.engine.step import StepPlan, StepResult, decode_step
 from lpr.engine.times_file import StartTimes
 from lpr.engine.turns import Turns
-from lpr.model.heads.guesses import num_entries, num_guesses
 from lpr.model.loader import Loaded
-from lpr.model.self_draft import NUM_GUESSES, NUM_ROWS
 from lpr.model.watch import Watch
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
-from lpr.sched.limits import ANY_NUMBER, SHORTEST_FILL, Limits
+from lpr.sched.limits import SHORTEST_FILL
 from lpr.sched.page_moves import PageClear, PageCopy, PageIn, PageOut, StateCopy
 from lpr.sched.scheduler import Schedule, Scheduler
-from lpr.sched.state_snapshots import SNAPSHOTS_PER_SLOT
 
 
 class Replica(StepHooks):
@@ -87,6 +77,7 @@ class Replica(StepHooks):
         self._timed: tuple[Sequence[Request], Sequence[Outcome], float, float] | None = None
         """The last step and its milliseconds, until the sizer has seen it."""
         self.model, self.like, given = prepare(loaded, decode, options, comm)
+        self.parts = Parts(loaded, options, self.model, self.like)
         self.start_times = StartTimes(given, comm)
         self.turns = Turns()
         """Taken by each thread that works on this replica or reads its requests."""
@@ -331,20 +322,7 @@ class Replica(StepHooks):
                     longest = longest_sequence(self.loaded, decode) or DEFAULT_LENGTH
                     limits = decode.max_nodes, min(longest, DEFAULT_LENGTH), decode.max_batch_size
                     times = self.start_times.find(self.model, self.like, *limits)
-                # Sizes are those of the full mesh: lost ranks come back, and meanwhile the budget cuts trees anyway.
-                membership = self.comm.membership
-                num_ranks = membership.num_replicas if membership is not None else self.comm.size
-                sizes = resolve_sizes(decode, times, num_ranks)
-                if decode.draft_heads == "on" and self.model.guesser is None:
-                    raise InputError("draft_heads='on', but this engine has no prediction head that works")
-                # In seconds heads did not pay beside automatic sizes, where that was measured (docs/results.md).
-                with_head = decode.draft_heads == "on" or (decode.draft_heads == "auto" and not decode.adaptive)
-                if self.model.guesser is not None and with_head and sizes.trie_nodes:
-                    # Automatic sizes seldom spend their limit, and each guess that is followed takes time.
-                    most = num_guesses(0 if decode.adaptive else sizes.trie_nodes)
-                    sizes, self.model.guesser.num_guesses = replace(sizes, num_guesses=most), most
-                if sizes.trie_nodes and may_draft_itself(self.options, decode, self.like, self.comm):
-                    sizes = replace(sizes, num_guesses=NUM_GUESSES)
+                sizes = tree_sizes(self.parts, decode, self.comm, times)
                 self._set_up(decode, sizes, times, self.comm, keep_drafts)
                 return
             except MeshChangedError:  # on all survivors alike, which begin again
@@ -366,31 +344,9 @@ class Replica(StepHooks):
         self.decode, self.sizes = decode, sizes
         if not keep_drafts or self.drafts.capacity_tokens != sizes.trie_capacity:
             self.drafts = DraftIndexes(sizes.trie_capacity)
-        most_homes = ANY_NUMBER if decode.home_ranks == "auto" else decode.home_ranks
-        how = self.model.packed, self.options.prefix_reuse, most_homes
-        # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
-        num_ahead = sizes.evaluated_capacity(self.comm.size if self.comm.membership is None else 1)
-        if sizes.num_guesses:
-            num_ahead += max(num_entries(sizes.num_guesses), NUM_ROWS)
-        longest = longest_sequence(self.loaded, decode)
-        needs = PoolNeeds.of(self.model, self.like, decode, self.options, longest, num_ahead, self.comm)
-        num_snapshots = SNAPSHOTS_PER_SLOT * decode.max_batch_size if self.options.prefix_reuse else 0
-        if needs.free is not None:
-            places = decode.max_batch_size + num_snapshots
-            needs = replace(needs, free=max(0, needs.free - places * self.like.states.bytes_per_place))
-        size = common_size(needs, comm) if given is None else given_size(needs, given.num_pages)
-        self.memory = needs.describe(size.num_pages) if needs.told else None
-        self.max_length = size.max_length
-        num_slots = min(decode.max_batch_size, size.num_pages)
-        limits = Limits[Request](num_slots, self.comm.size, decode.prefill_chunk, sizes.num_nodes, *how)
-        limits = replace(limits, num_pages=size.num_pages, num_ahead=num_ahead)
-        limits.num_snapshots = num_snapshots if self.like.has_states else None
-        self.model.allocate(num_slots, self.max_length, num_ahead, self.like, size.num_pages, num_snapshots)
-        if given is not None:
-            limits.num_host_pages = given.num_host_pages
-        else:
-            limits.num_host_pages = common_host_pages(self.model, needs, self.options, times, comm)
-        self.scheduler = Scheduler(limits)
+        built = allocate(self.parts, decode, sizes, times, self.comm, comm, given)
+        self.max_length, self.memory = built.max_length, built.memory
+        self.scheduler = Scheduler(built.limits)
         self._fit_mesh(times)
         self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
 

@@ -1,0 +1,95 @@
+"""What a replica is built of: tree sizes, and the limits of its scheduler with the pool behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lpr.config import DecodeConfig, InputError, TreeSizes
+from lpr.core.step_times import StepTimes
+from lpr.dist.comm import Comm
+from lpr.engine.kv_pool import PoolNeeds, PoolSize, common_host_pages, common_size, given_size
+from lpr.engine.options import EngineOptions
+from lpr.engine.prepare import longest_sequence, may_draft_itself
+from lpr.engine.request import Request
+from lpr.engine.sizing import resolve_sizes
+from lpr.model.heads.guesses import num_entries, num_guesses
+from lpr.model.kv_cache import KVCache
+from lpr.model.loader import Loaded
+from lpr.model.runner import TreeModel
+from lpr.model.self_draft import NUM_GUESSES, NUM_ROWS
+from lpr.sched.limits import ANY_NUMBER, Limits
+from lpr.sched.state_snapshots import SNAPSHOTS_PER_SLOT
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What replicas are built of, which no Configure command changes."""
+
+    loaded: Loaded
+    options: EngineOptions
+    model: TreeModel
+    like: KVCache
+    """A template of the K/V cache."""
+
+
+def tree_sizes(parts: Parts, decode: DecodeConfig, comm: Comm, times: StepTimes | None) -> TreeSizes:
+    """The sizes of `decode`, with room for the guesses of a head or a copy; raises InputError for a head that is asked
+    for and missing.
+    """
+    # Sizes are those of the full mesh: lost ranks come back, and meanwhile the budget cuts trees anyway.
+    sizes = resolve_sizes(decode, times, comm.membership.num_replicas if comm.membership is not None else comm.size)
+    guesser = parts.model.guesser
+    if decode.draft_heads == "on" and guesser is None:
+        raise InputError("draft_heads='on', but this engine has no prediction head that works")
+    # In seconds heads did not pay beside automatic sizes, where that was measured (docs/results.md).
+    with_head = decode.draft_heads == "on" or (decode.draft_heads == "auto" and not decode.adaptive)
+    if guesser is not None and with_head and sizes.trie_nodes:
+        # Automatic sizes seldom spend their limit, and each guess that is followed takes time.
+        most = num_guesses(0 if decode.adaptive else sizes.trie_nodes)
+        sizes, guesser.num_guesses = replace(sizes, num_guesses=most), most
+    if sizes.trie_nodes and may_draft_itself(parts.options, decode, parts.like, comm):
+        sizes = replace(sizes, num_guesses=NUM_GUESSES)
+    return sizes
+
+
+@dataclass(frozen=True)
+class Built:
+    """Limits whose pool is allocated."""
+
+    limits: Limits[Request]
+    max_length: int
+    memory: str | None
+    """What a GPU's memory is for, as one line."""
+
+
+def allocate(
+    parts: Parts, decode: DecodeConfig, sizes: TreeSizes, times: StepTimes | None, comm: Comm, met: Comm,
+    given: PoolSize | None,
+) -> Built:  # fmt: skip
+    """Allocate the K/V cache of a mesh `comm`; raises InputError on all ranks of `met` if one has no room.
+
+    `given` is the pool's size in a mesh that runs already.
+    """
+    model, like, options = parts.model, parts.like, parts.options
+    most_homes = ANY_NUMBER if decode.home_ranks == "auto" else decode.home_ranks
+    how = model.packed, options.prefix_reuse, most_homes
+    # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
+    num_ahead = sizes.evaluated_capacity(comm.size if comm.membership is None else 1)
+    if sizes.num_guesses:
+        num_ahead += max(num_entries(sizes.num_guesses), NUM_ROWS)
+    needs = PoolNeeds.of(model, like, decode, options, longest_sequence(parts.loaded, decode), num_ahead, comm)
+    num_snapshots = SNAPSHOTS_PER_SLOT * decode.max_batch_size if options.prefix_reuse else 0
+    if needs.free is not None:
+        places = decode.max_batch_size + num_snapshots
+        needs = replace(needs, free=max(0, needs.free - places * like.states.bytes_per_place))
+    size = common_size(needs, met) if given is None else given_size(needs, given.num_pages)
+    num_slots = min(decode.max_batch_size, size.num_pages)
+    limits = Limits[Request](num_slots, comm.size, decode.prefill_chunk, sizes.num_nodes, *how)
+    limits = replace(limits, num_pages=size.num_pages, num_ahead=num_ahead)
+    limits.num_snapshots = num_snapshots if like.has_states else None
+    model.allocate(num_slots, size.max_length, num_ahead, like, size.num_pages, num_snapshots)
+    if given is not None:
+        limits.num_host_pages = given.num_host_pages
+    else:
+        limits.num_host_pages = common_host_pages(model, needs, options, times, met)
+    return Built(limits, size.max_length, needs.describe(size.num_pages) if needs.told else None)
