@@ -69,6 +69,8 @@ class Connection(_Base):
         """Bytes since the head that were no body: a next request, or what surrounds the pieces of a body."""
         self._body = self._framing = 0
         """Bytes of the body so far, and of what surrounds its pieces."""
+        self._is_ahead = False
+        """True if the client has sent too many requests ahead of their answers."""
         self.socket: socket.socket | None = None
         self._waits: Waits | None = Waits.HEAD
 
@@ -163,7 +165,7 @@ class Connection(_Base):
     @property
     def is_sending(self) -> bool:
         """True if the client is in the middle of a request."""
-        return bool(self._head) or (self.cycle is not None and self.cycle.more_body)
+        return self._is_ahead or bool(self._head) or (self.cycle is not None and self.cycle.more_body)
 
     @property
     def may_linger(self) -> bool:
@@ -252,6 +254,7 @@ with contextlib.suppress(ImportError):
         def on_message_begin(self) -> None:
             """Begin a request; h11 does so only after the answer before, httptools with all that has come."""
             if len(self.pipeline) >= limits.AHEAD.most:
+                self._is_ahead = True
                 raise ValueError("too many requests ahead of their answers")  # uvicorn answers 400
             super().on_message_begin()
 

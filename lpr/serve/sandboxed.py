@@ -37,7 +37,7 @@ PATIENCE, LEAST_PATIENCE = 10, 5.0
 """Seconds that a task may take, on a busy machine, per second of CPU time, and at least."""
 FILES = 64
 """Files that a fork may have open."""
-NICE = 5
+NICE = 10
 """How far the processes stand behind the service, which answers others meanwhile."""
 LONGEST_TRACE = 4000
 """Characters of a bug's traceback that are told."""

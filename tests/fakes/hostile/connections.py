@@ -64,9 +64,9 @@ def _state(link: socket.socket) -> str:
     return data[9:12].decode("latin-1") if data.startswith(b"HTTP/1.1 ") else "closed"
 
 
-@probe(*HELD)
+@probe(*HELD, "unheard")
 def idle_connections(client: Client) -> Counter[str]:
-    """1,100 connections that send nothing."""
+    """1,100 connections that send nothing; more than 256 at once are not taken."""
     return _hold(client, client.links, b"")
 
 

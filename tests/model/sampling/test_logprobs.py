@@ -1,6 +1,7 @@
 """Log-probabilities, OpenAI's penalties and grammars, against plain decoding that is written out here."""
 
 import copy
+import itertools
 import json
 import re
 
@@ -240,6 +241,18 @@ def test_requests_of_one_grammar_compile_it_once(bundled, monkeypatch):
     assert made == [regex]
     token = tokenizer.encode("a")[0]
     assert several[0].consume_token(token) and several[1].compute_bitmask() == several[2].compute_bitmask()
+
+
+def test_kept_grammars_are_bounded_by_what_they_took(bundled, monkeypatch):
+    """Also where their memory lies in the holes of others, which no count of the process shows."""
+    seconds = itertools.count()
+    monkeypatch.setattr(grammar_module.time, "thread_time", lambda: float(next(seconds)))
+    monkeypatch.setattr(grammar_module, "memory_used", lambda: 0)
+    compiler = grammar_module.Compiler(bundled["plain"].tokenizer, 4104)
+    for number in range(12):
+        compiler.begin(llguidance.LLMatcher.grammar_from_regex(f"[ab]{{{number + 1}}}c")).result()
+    most = grammar_module.MOST_BYTES // grammar_module.BYTES_PER_SECOND
+    assert len(compiler._compiled) == most + 1, "the last one is counted with the next"
 
 
 TOO_COMPLEX = llguidance.LLMatcher.grammar_from_regex("(?:a?){500}a{500}")  # it can be read, and has no mask
