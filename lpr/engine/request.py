@@ -334,7 +334,10 @@ class Request:
         self.write()
         self.text_stream.close()
         self.finish_reason = reason
-        self._add(self._written(Chunk(self.id, [], start=self.text_stream.num_tokens)))
+        last = Chunk(self.id, [], start=self.text_stream.num_tokens)
+        self._unwritten = [last]
+        self._write_texts()
+        self._add(last)
 
     def write(self) -> None:
         """Make the text of the chunks since the last call: work that can wait until the device is busy."""
@@ -345,16 +348,12 @@ class Request:
             self._is_changing = False
 
     def _write_texts(self) -> None:
+        """Complete chunks by the text of their tokens; one without tokens by all that is left."""
+        at = self._num_characters
         for chunk in self._unwritten:
-            self._written(chunk)
-        self._unwritten.clear()
-
-    def _written(self, chunk: Chunk) -> Chunk:
-        """Complete a chunk by the text of its tokens, or by all that is left at the end."""
-        chunk.text = self.text_stream.take(len(chunk.token_ids) or None)
-        chunk.start_character = self._num_characters
-        self._num_characters += len(chunk.text)
-        return chunk
+            chunk.text, chunk.start_character = self.text_stream.take(len(chunk.token_ids) or None), at
+            at += len(chunk.text)
+        self._num_characters, self._unwritten = at, []  # no call between the two: an exception finds both done, or none
 
     def _fail(self, concluded: Conclusion) -> None:
         """End a request without a next token, on every rank; the ranks that ran its processor know the cause.

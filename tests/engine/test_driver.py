@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
+from lpr.protocol import Chunk
 from tests.fakes.interruptions import interrupted_at
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
@@ -238,6 +240,19 @@ def test_chunks_without_text_say_where_they_begin(model: PreTrainedModel) -> Non
     for before, after in itertools.pairwise(chunks):
         assert after.start_character == before.start_character + len(before.text)
     assert request.completion().text == "".join(chunk.text for chunk in chunks)
+
+
+def test_an_exception_between_the_texts_of_two_chunks() -> None:
+    """What has been written of several chunks is lost with the rest: those that follow begin where the first did."""
+    texts = iter(("ab",))
+    request: Any = SimpleNamespace(_num_characters=5, _unwritten=[Chunk(1, [3], ""), Chunk(1, [4], "")],
+                                   text_stream=SimpleNamespace(take=lambda count: next(texts)))  # fmt: skip
+    with pytest.raises(StopIteration):
+        Request._write_texts(request)
+    assert request._num_characters == 5 and len(request._unwritten) == 2
+    request.text_stream.take = lambda count: "cde"
+    Request._write_texts(request)
+    assert request._num_characters == 11 and not request._unwritten
 
 
 # Commands.
