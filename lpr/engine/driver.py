@@ -67,14 +67,12 @@ class Driver:
     def step(self) -> None:
         """Take a step if there is work, and apply the commands after it. Else wait for commands on other ranks."""
         self.replica.check_open()
-        if self._is_busy:
-            raise RuntimeError("the engine is in a step: a hook or processor cannot take another one")
         self._guard(self._step)
 
     def _guard(self, action: Callable[[], None]) -> None:
         """Change the replica; an exception leaves a replica that can go on, or none."""
-        self._is_busy = True
         try:
+            self._is_busy = True
             if not self.replica.is_whole:  # the end of an earlier exception was interrupted itself
                 self._fail(KeyboardInterrupt())
             action()

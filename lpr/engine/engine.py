@@ -259,8 +259,8 @@ class Engine:
         """
         with self.turns:
             self.turns.refuse_within("step")
-            self.turns.is_stepping = True
             try:
+                self.turns.is_stepping = True
                 self.driver.step()
             finally:
                 self.turns.is_stepping = False

@@ -41,6 +41,7 @@ class Turns:
         try:
             with self._next:
                 if self._lock.acquire(timeout=PATIENCE):
+                    self.is_stepping = False  # Ctrl-C may have left it set, at the end of this thread's last turn
                     return
         except BaseException:  # Ctrl-C: the turn may be this thread's already
             if self.is_mine:

@@ -134,6 +134,17 @@ def test_turns_come_in_the_order_in_which_they_are_asked_for() -> None:
     assert order.index("other") < 25
 
 
+def test_a_step_that_seems_to_go_on_is_over_when_its_turn_is() -> None:
+    """Ctrl-C at the end of a step may leave its mark, which must not end the engine."""
+    turns = Turns()
+    with turns:
+        turns.is_stepping = True
+        with turns, pytest.raises(RuntimeError, match="within a step"):
+            turns.refuse_within("step")
+    with turns:
+        turns.refuse_within("step")
+
+
 def test_a_thread_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lpr.engine.turns, "PATIENCE", 0.05)
     turns = Turns()
