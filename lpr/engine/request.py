@@ -334,10 +334,8 @@ class Request:
         self.write()
         self.text_stream.close()
         self.finish_reason = reason
-        last = Chunk(self.id, [], start=self.text_stream.num_tokens)
-        self._unwritten = [last]
-        self._write_texts()
-        self._add(last)
+        text = self.text_stream.take(None)
+        self._add(Chunk(self.id, [], text, start=self.text_stream.num_tokens, start_character=self._num_characters))
 
     def write(self) -> None:
         """Make the text of the chunks since the last call: work that can wait until the device is busy."""
