@@ -7,6 +7,7 @@
 #pragma once
 
 #include "amx.h"
+#include "coded_products.h"
 #include "int4_products.h"
 #include "products.h"
 #include "workspace.h"
@@ -167,6 +168,7 @@ inline void multiply_by_tiles(const Product& product, int num_threads) {
 
 // The product by the best instructions of this processor.
 inline void multiply(const Product& product, int num_threads) {
+  if (product.bits == 1) return multiply_coded(product, num_threads);
   if (product.bits) return product.bits == 4 ? multiply_int4(product, num_threads) : multiply_low_bits(product, num_threads);
   if (!product.has_half_rows) return multiply_floats(product, num_threads);
   if (can_use_amx()) return multiply_by_tiles(product, num_threads);

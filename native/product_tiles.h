@@ -34,6 +34,12 @@ constexpr int64_t kGroupBytes = kGroupFactBytes + kPanel * kGroup / 2;
 inline int64_t padded_inputs(int64_t inputs) { return (inputs + 3) / 4 * 4; }
 inline int64_t num_groups(int64_t inputs) { return (inputs + kGroup - 1) / kGroup; }
 
+// How the weights of a low-bit checkpoint lie (coded_products.h); `bits` of a product with them is 1.
+struct CodedForm {
+  int64_t kind, group, num_groups, has_low, panel_bytes;
+  float table[16];  // of codes of 4 bits
+};
+
 struct Product {
   const char* packed;  // weights: float [panels][inputs][32], or bfloat16 [panels][inputs / 2][32][2]
   const float* bias;   // or null
@@ -41,11 +47,13 @@ struct Product {
   char* out;           // [rows, outputs]
   int64_t rows, outputs, inputs;
   bool has_half_weights, has_half_rows;  // bfloat16; `given` and `out` have one type
-  int bits = 0;                          // of low-bit weights (low_bit_products.h, int4_products.h), 8 or 4
+  int bits = 0;                          // of low-bit weights (low_bit_products.h, int4_products.h), 8 or 4; 1: codes
   const float* scales = nullptr;         // of weights of 8 bits, one per output
   const float* given_scales = nullptr;   // of rows that are rounded to go with them
 
+  const CodedForm* coded() const { return reinterpret_cast<const CodedForm*>(scales); }
   int64_t panel_bytes() const {
+    if (bits == 1) return coded()->panel_bytes;
     if (bits == 8) return kPanel * padded_inputs(inputs);
     return bits == 4 ? num_groups(inputs) * kGroupBytes : kPanel * inputs * (has_half_weights ? 2 : 4);
   }

@@ -22,6 +22,8 @@ from lpr.core.digest import digest_of
 from lpr.model.families import position_limit
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import read_head
+from lpr.model.low_bit.checkpoint import begin_reading, check_names, end_reading
+from lpr.model.low_bit.formats import quantization_of, read_format
 from lpr.model.multimodal import check_generate, decoder_class, is_text, text_keys
 from lpr.model.parallel import TensorParallel, load_sharded
 from lpr.model.rewrite.merged_loading import laid_side_by_side
@@ -102,13 +104,15 @@ def load(
     `revision` is a branch, a tag or a commit of the hub. With `tp`, only this rank's part of the model; all ranks of
     the group call this together, and it has no head. `with_head` also reads a prediction head, if there is one.
     """
-    where, path = choose_device(device), Path(source)
+    where, path, reading = choose_device(device), Path(source), None
     transformers_logging.disable_progress_bar()
     _check_folder(source)
     if revision is not None and path.is_dir():
         raise InputError(f"--revision {revision}: {source!r} is a folder; only models of the hub have revisions")
     try:
         config = AutoConfig.from_pretrained(source, revision=revision or "main")
+        form, quantised = read_format(config), quantization_of(config)
+        reading = begin_reading(config, form) if form is not None else None
         decoder = decoder_class(config)
         read: Any = partial(
             decoder.from_pretrained,
@@ -132,8 +136,13 @@ def load(
     except torch.cuda.OutOfMemoryError as failure:
         raise InputError(lack_of_memory(f"the weights of {source!r}", where)) from failure
     except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
+        if reading is not None and reading.problem is not None:
+            raise InputError(f"cannot load a model from {source!r}: {reading.problem}") from failure
         raise InputError(f"cannot load a model from {source!r}: {_named(failure)}") from failure
+    if reading is not None:
+        end_reading(model, quantised)
     _check_weights(source, model, info)
+    check_names(model, info["unexpected_keys"])
     model = model.to(where)
     if decoder is not AutoModelForCausalLM or not is_text(config):
         check_generate(model)

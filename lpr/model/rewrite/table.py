@@ -19,6 +19,7 @@ from lpr.model.exact.check import PinnedProducts
 from lpr.model.fused.decoder_layer import DecoderLayers
 from lpr.model.fused.modules import GatedMlps, RmsNorms
 from lpr.model.graph_capture import uncapturable
+from lpr.model.low_bit.layers import CodedProducts
 from lpr.model.multimodal import DroppedTowers, empty_decoder, takes_positions
 from lpr.model.recurrent.convolved_projections import ConvolvedProjections
 from lpr.model.recurrent.plug import RecurrentCalls
@@ -39,6 +40,7 @@ REWRITES: tuple[Rewrite, ...] = (
     RelativeDistances(),
     QueryTemperature(),
     FalconLayers(),
+    CodedProducts(),
     MergedLinear(),
     PrepackedProducts(),
     *FUSED,
@@ -65,7 +67,7 @@ class Conflict:
 _FUSED = (DecoderLayers, GatedMlps, RmsNorms)
 CONFLICTS = (
     Conflict((MergedLinear,), "foreign", "the program may call the model too", unless=CompiledModel),
-    Conflict((PrepackedProducts, *_FUSED), "foreign", "the program may call the model too"),
+    Conflict((CodedProducts, PrepackedProducts, *_FUSED), "foreign", "the program may call the model too"),
     Conflict((MergedLinear,), "tp", "only compiled steps merge the parts of split layers", unless=CompiledModel),
     Conflict((PrepackedProducts, *_FUSED), "tp", "ranks share the weights"),
     Conflict((MergedLinear, *_FUSED), "exact", "exact mode replaces the modules' products", only="cuda"),

@@ -1,0 +1,219 @@
+"""Reading low-bit checkpoints: a quantizer of transformers' own kind, by which `from_pretrained` reads their tensors.
+
+Each module's tensors become one parameter of rows (lpr.model.low_bit.coded) before transformers stacks experts. The
+tensors decide which weights are low-bit, and the config how: no weight that has a scale is read without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lpr.config import InputError
+from lpr.model.low_bit.formats import Coded, Format
+from lpr.model.low_bit.layers import EXPERTS, hold, logical_shape, may_be_coded
+
+_METHOD = "lpr"
+_LAYER = re.compile(r".*\.\d+\.")
+_MEANS = re.compile(r"(scales?|scale_inv|zero_points?|qweight|qzeros|_packed|_blocks|absmax|quant_map|\.scale_\w+)$")
+"""Ends of names of tensors without which low-bit weights mean something else."""
+_ASIDE = re.compile(r"\.(k|v|q|prob|input|output|activation)_scale$")
+"""Scales of K and V in 8 bits and of activations, which lpr does not round."""
+
+
+class Reading:
+    """The state of one load."""
+
+    def __init__(self, form: Format) -> None:
+        self.form = form
+        self.found: dict[str, Coded] = {}
+        """The weights that are low-bit by the name of the parameter, without their rows."""
+        self.problem: InputError | None = None
+        """The first reason why the checkpoint cannot be read."""
+
+    def __deepcopy__(self, memo: Any) -> Reading:
+        return self  # transformers copies configs and, for every weight, converters
+
+    def fail(self, failure: InputError) -> InputError:
+        """Note why the load fails: transformers counts what its converters raise."""
+        self.problem = self.problem or failure
+        return failure
+
+    def read(self, parameter: str, name: str, given: dict[str, Tensor], shape: Sequence[int] | None) -> Tensor:
+        """The rows for `parameter` of a weight of `shape`, or the weight as it is stored.
+
+        `name` is that of the module in the checkpoint, and `shape` None for one that cannot be low-bit.
+        """
+        try:
+            if shape is None:
+                if given.keys() != {"weight"} or given["weight"].dtype.itemsize == 1:
+                    raise InputError(f"{self.form.method}: lpr knows no low-bit weights of {name}")
+                return given["weight"]
+            coded = self.form.read(name, given, shape)
+            if coded is None:
+                return given["weight"]
+            before = self.found.setdefault(parameter, Coded(coded.coding, torch.empty(0), coded.order))
+            if before.coding != coded.coding or before.order is not coded.order:
+                raise InputError(f"{self.form.method}: the experts of {parameter} differ in how they are coded")
+        except InputError as failure:
+            raise self.fail(failure) from None
+        return coded.rows
+
+
+class _ReadRows(ConversionOps):
+    def __init__(self, hf_quantizer: LowBitQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer  # by this name transformers knows that tensors keep their dtype
+
+
+class ReadModule(_ReadRows):
+    """Makes rows of the tensors of a module."""
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As of transformers: tensors by the patterns of their names."""
+        reading = self.hf_quantizer.reading
+        module, _, name = full_layer_name.rpartition(".")
+        owner = model.get_submodule(module)
+        given = {
+            key.replace("\\", "").lstrip(".").removeprefix(name if name in EXPERTS else ""): each[0]
+            for key, each in input_dict.items()
+        }
+        shape = logical_shape(owner, name) if may_be_coded(owner, name) else None
+        found = reading.read(full_layer_name, module, given, shape)
+        return {full_layer_name: found if full_layer_name in reading.found else found.to(getattr(owner, name).dtype)}
+
+
+class ReadParts(_ReadRows):
+    """Makes rows of the tensors of each of the modules that transformers makes one parameter of, as of experts."""
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As of transformers: lists of tensors by the patterns of their names."""
+        reading, parts = self.hf_quantizer.reading, dict[str, dict[str, list[Tensor]]]()
+        module, _, name = full_layer_name.rpartition(".")
+        owner, layer = model.get_submodule(module), _LAYER.match(full_layer_name)
+        for key, found in input_dict.items():
+            stem, _, ending = key.rpartition(".")
+            parts.setdefault(stem, {})[ending] = found if isinstance(found, list) else [found]
+        shape, result = None, dict[str, list[Tensor]]()
+        if name in EXPERTS and may_be_coded(owner, name):
+            whole = logical_shape(owner, name)
+            shape = whole[-2] // len(parts), whole[-1]
+        for stem, tensors in parts.items():
+            rows = result[f"{stem}.weight"] = []
+            for i in range(max(map(len, tensors.values()))):
+                place = (layer[0] if layer else "") + stem.replace("\\", "").replace("*", str(i))
+                given = {key: each[i] for key, each in tensors.items() if i < len(each)}
+                rows.append(reading.read(full_layer_name, place, given, shape))
+        if full_layer_name not in reading.found:
+            dtype = getattr(owner, name).dtype
+            result = {key: [each.to(dtype) for each in rows] for key, rows in result.items()}
+        return result
+
+
+@register_quantization_config(_METHOD)
+class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What transformers takes for the config's quantization_config."""
+
+    def __init__(self, reading: Reading, quant_method: str = _METHOD) -> None:
+        self.quant_method, self.reading = quant_method, reading  # type: ignore[assignment]
+
+
+@register_quantizer(_METHOD)
+class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Lets `from_pretrained` read a low-bit checkpoint."""
+
+    requires_calibration = False
+    is_trainable = False
+
+    def __init__(self, quantization_config: LowBitConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.reading = quantization_config.reading
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """As of transformers."""
+        return False
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """True for a parameter that has another shape than the model made it with."""
+        return param_name in self.reading.found
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes of a weight's element, for which transformers takes memory ahead."""
+        module, _, name = param_name.rpartition(".")
+        owner = model.get_submodule(module)
+        coding = self.reading.form.coding(module, logical_shape(owner, name)) if may_be_coded(owner, name) else None
+        return param.element_size() if coding is None else coding.row_bytes / coding.num_inputs
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """Of the tensors of modules."""
+        form = self.reading.form
+        if form.target == "weight":
+            has_plain = "weight" in form.names
+            names = [*form.names] if has_plain else [rf"\.{each}" for each in form.names]
+            return [WeightConverter(names, "weight" if has_plain else ".weight", [ReadModule(self)])]
+        return [
+            WeightConverter([each + ending for ending in form.names], each, [ReadModule(self)])
+            for each in ("gate_up_proj", "down_proj")
+        ]
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """The model's own conversions, which get rows, and those of modules behind them."""
+        names, found = dict.fromkeys(("weight", *self.reading.form.names)), list[Any]()
+        for each in weight_conversions:
+            if isinstance(each, WeightConverter) and self.reading.form.target == "weight":
+                sources = each._original_source_patterns
+                if all(source.endswith(".weight") for source in sources):
+                    wider = [source.removesuffix("weight") + name for source in sources for name in names]
+                    operations = [ReadParts(self), *each.operations]
+                    made = WeightConverter(wider, list(each._original_target_patterns), operations)
+                    for key in ("scope_prefix", "base_model_prefix"):
+                        setattr(made, key, getattr(each, key, None))
+                    each = made
+            found.append(each)
+        return found + self.get_weight_conversions()
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for key, coded in self.reading.found.items():
+            module, _, name = key.rpartition(".")
+            owner = model.get_submodule(module)
+            hold(owner, name, coded, model.dtype)
+        return model
+
+
+def begin_reading(config: PretrainedConfig, form: Format) -> Reading:
+    """Let `from_pretrained` of `config` read a checkpoint of a format; `end_reading` follows."""
+    reading = Reading(form)
+    config.quantization_config = {"quant_method": _METHOD, "reading": reading}
+    return reading
+
+
+def end_reading(model: Any, given: dict[str, Any]) -> None:
+    """Make `model` one of transformers' plain ones, whose config has the `given` quantization_config."""
+    for name in ("hf_quantizer", "quantization_method", "_weight_conversions"):
+        vars(model).pop(name, None)
+    model.is_quantized = False
+    model.config.quantization_config = given
+
+
+def check_names(model: Any, unexpected: Iterable[str]) -> None:
+    """Raise InputError for tensors of the model's layers that nothing has read and that say what its weights mean."""
+    modules = {name for name, _ in model.named_modules()}
+    left = sorted(
+        key for key in unexpected
+        if _MEANS.search(key) and not _ASIDE.search(key)
+        and (layer[0][:-1] if (layer := _LAYER.match(key)) else key.rpartition(".")[0]) in modules
+    )  # fmt: skip
+    if left:
+        why = "they say what weights mean, and its quantization_config does not tell how"
+        raise InputError(f"{len(left)} tensors of the checkpoint are not read, the first {left[0]}: {why}")
