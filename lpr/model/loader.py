@@ -22,7 +22,7 @@ from lpr.core.digest import digest_of
 from lpr.model.families import position_limit
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import read_head
-from lpr.model.low_bit.checkpoint import begin_reading, check_names, end_reading
+from lpr.model.low_bit.checkpoint import Unreadable, begin_reading, check_names, end_reading
 from lpr.model.low_bit.formats import quantization_of, read_format
 from lpr.model.multimodal import check_generate, decoder_class, is_text, text_keys
 from lpr.model.parallel import TensorParallel, load_sharded
@@ -104,7 +104,7 @@ def load(
     `revision` is a branch, a tag or a commit of the hub. With `tp`, only this rank's part of the model; all ranks of
     the group call this together, and it has no head. `with_head` also reads a prediction head, if there is one.
     """
-    where, path, reading = choose_device(device), Path(source), None
+    where, path = choose_device(device), Path(source)
     transformers_logging.disable_progress_bar()
     _check_folder(source)
     if revision is not None and path.is_dir():
@@ -112,7 +112,8 @@ def load(
     try:
         config = AutoConfig.from_pretrained(source, revision=revision or "main")
         form, quantised = read_format(config), quantization_of(config)
-        reading = begin_reading(config, form) if form is not None else None
+        if form is not None:
+            begin_reading(config, form)
         decoder = decoder_class(config)
         read: Any = partial(
             decoder.from_pretrained,
@@ -133,13 +134,13 @@ def load(
             model, info = _read_to(where, partial(_laid, where, read), chosen)
     except InputError:
         raise
+    except Unreadable as failure:
+        raise InputError(f"cannot load a model from {source!r}: {failure}") from failure
     except torch.cuda.OutOfMemoryError as failure:
         raise InputError(lack_of_memory(f"the weights of {source!r}", where)) from failure
     except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
-        if reading is not None and reading.problem is not None:
-            raise InputError(f"cannot load a model from {source!r}: {reading.problem}") from failure
         raise InputError(f"cannot load a model from {source!r}: {_named(failure)}") from failure
-    if reading is not None:
+    if form is not None:
         end_reading(model, quantised)
     _check_weights(source, model, info)
     check_names(model, info["unexpected_keys"])

@@ -17,7 +17,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lpr.config import InputError
+from lpr.config import InputError, first_line
 from lpr.model.low_bit.formats import Coded, Format
 from lpr.model.low_bit.layers import EXPERTS, hold, logical_shape, may_be_coded
 
@@ -29,6 +29,10 @@ _ASIDE = re.compile(r"\.(k|v|q|prob|input|output|activation)_scale$")
 """Scales of K and V in 8 bits and of activations, which lpr does not round."""
 
 
+class Unreadable(BaseException):
+    """The reason why a checkpoint cannot be read. transformers catches and counts every Exception of a conversion."""
+
+
 class Reading:
     """The state of one load."""
 
@@ -36,16 +40,9 @@ class Reading:
         self.form = form
         self.found: dict[str, Coded] = {}
         """The weights that are low-bit by the name of the parameter, without their rows."""
-        self.problem: InputError | None = None
-        """The first reason why the checkpoint cannot be read."""
 
     def __deepcopy__(self, memo: Any) -> Reading:
         return self  # transformers copies configs and, for every weight, converters
-
-    def fail(self, failure: InputError) -> InputError:
-        """Note why the load fails: transformers counts what its converters raise."""
-        self.problem = self.problem or failure
-        return failure
 
     def read(self, parameter: str, name: str, given: dict[str, Tensor], shape: Sequence[int] | None) -> Tensor:
         """The rows for `parameter` of a weight of `shape`, or the weight as it is stored.
@@ -63,8 +60,9 @@ class Reading:
             before = self.found.setdefault(parameter, Coded(coded.coding, torch.empty(0), coded.order))
             if before.coding != coded.coding or before.order is not coded.order:
                 raise InputError(f"{self.form.method}: the experts of {parameter} differ in how they are coded")
-        except InputError as failure:
-            raise self.fail(failure) from None
+        except Exception as failure:  # of tensors of other shapes, whatever torch raises
+            line = first_line(failure) if isinstance(failure, InputError) else f"{name}: {first_line(failure)}"
+            raise Unreadable(line) from failure
         return coded.rows
 
 
@@ -101,7 +99,7 @@ class ReadParts(_ReadRows):
         """As of transformers: lists of tensors by the patterns of their names."""
         reading, parts = self.hf_quantizer.reading, dict[str, dict[str, list[Tensor]]]()
         module, _, name = full_layer_name.rpartition(".")
-        owner, layer = model.get_submodule(module), _LAYER.match(full_layer_name)
+        owner = model.get_submodule(module)
         for key, found in input_dict.items():
             stem, _, ending = key.rpartition(".")
             parts.setdefault(stem, {})[ending] = found if isinstance(found, list) else [found]
@@ -112,7 +110,7 @@ class ReadParts(_ReadRows):
         for stem, tensors in parts.items():
             rows = result[f"{stem}.weight"] = []
             for i in range(max(map(len, tensors.values()))):
-                place = (layer[0] if layer else "") + stem.replace("\\", "").replace("*", str(i))
+                place = f"{module}.{i}.{stem.rpartition('.')[2]}"
                 given = {key: each[i] for key, each in tensors.items() if i < len(each)}
                 rows.append(reading.read(full_layer_name, place, given, shape))
         if full_layer_name not in reading.found:
@@ -191,14 +189,12 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
 
-def begin_reading(config: PretrainedConfig, form: Format) -> Reading:
+def begin_reading(config: PretrainedConfig, form: Format) -> None:
     """Let `from_pretrained` of `config` read a checkpoint of a format; `end_reading` follows."""
-    reading = Reading(form)
-    config.quantization_config = {"quant_method": _METHOD, "reading": reading}
-    return reading
+    config.quantization_config = {"quant_method": _METHOD, "reading": Reading(form)}
 
 
-def end_reading(model: Any, given: dict[str, Any]) -> None:
+def end_reading(model: Any, given: dict[str, Any] | None) -> None:
     """Make `model` one of transformers' plain ones, whose config has the `given` quantization_config."""
     for name in ("hf_quantizer", "quantization_method", "_weight_conversions"):
         vars(model).pop(name, None)

@@ -99,11 +99,11 @@ class Fp8(Format):
         self, name: str, weight: Tensor, scale: Tensor, shape: Sequence[int], block: tuple[int, int] | None
     ) -> Coded:
         """The weight of e4m3 with `scale`: one, one of each row, or of each `block` of outputs and inputs."""
-        codes = weight.to(torch.float8_e4m3fn)
         if weight.dtype.itemsize == 1 and weight.dtype is not torch.float8_e4m3fn:
-            raise self._wrong(name, f"has weights in {weight.dtype}")
-        if tuple(weight.shape) != tuple(shape) or not torch.equal(codes.to(weight.dtype), weight):
-            raise self._wrong(name, f"has no e4m3 weights without NaN of shape {list(shape)}: {list(weight.shape)}")
+            raise self._wrong(name, f"has weights in {weight.dtype}, not in float8_e4m3fn")
+        codes = weight.to(torch.float8_e4m3fn)
+        if not torch.equal(codes.float(), weight.float()):  # before 5.18 transformers widens them; NaN is unequal
+            raise self._wrong(name, "has weights that are NaN, or no values of e4m3")
         return _with_scales(self, name, "fp8", codes, wide_scale(scale), shape, block)
 
 
@@ -317,7 +317,7 @@ def wide_scale(scale: Tensor) -> Tensor:
     if scale.dtype is torch.uint8:
         if bool((scale == 255).any()):
             raise InputError("a scale is NaN")
-        return torch.ldexp(torch.ones((), device=scale.device), scale.int() - 127)
+        return torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - 127)
     return scale.float()
 
 
