@@ -1,7 +1,7 @@
 """Weights of low-bit checkpoints in one form, whatever format they come in, and nothing rounded again.
 
-A weight is a code times a scale, plus a minimum if its format has zero points. An output is one row of bytes: its scales,
-its minima and its codes. So projections of one input are laid below each other, experts stacked and outputs divided
+A weight is a code times a scale, less a zero point before if its format has one. An output is one row of bytes: its
+scales, its zero points and its codes. So projections of one input are laid below each other, experts stacked and outputs divided
 among ranks as rows of any other weight are.
 """
 
@@ -34,8 +34,8 @@ class Coding:
     num_inputs: int
     group: int
     """Inputs that share a scale."""
-    has_low: bool = False
-    """True if each group has a minimum, too."""
+    has_zero: bool = False
+    """True if each group has a zero point, too."""
 
     @property
     def num_groups(self) -> int:
@@ -49,25 +49,25 @@ class Coding:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row: float32 for scales and minima, and the codes."""
-        return 4 * self.num_groups * (1 + self.has_low) + self.padded * BITS[self.kind] // 8
+        """Bytes of a row: float32 for scales and zero points, and the codes."""
+        return 4 * self.num_groups * (1 + self.has_zero) + self.padded * BITS[self.kind] // 8
 
-    def encode(self, codes: Tensor, scale: Tensor, low: Tensor | None = None) -> Tensor:
+    def encode(self, codes: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         """Rows, uint8 [outputs, row_bytes].
 
-        `codes` [outputs, inputs]: int8, float8_e4m3fn, or uint8 of 0 to 15. `scale` and `low`: [outputs, groups].
+        `codes` [outputs, inputs]: int8, float8_e4m3fn, or uint8 of 0 to 15. `scale` and `zero`: [outputs, groups].
         """
         more, filled = self.padded - self.num_inputs, 8 if self.kind == "int4" else 0
         data = F.pad(as_bytes(codes), (0, more), value=filled)
         if BITS[self.kind] == 4:
             data = data[:, ::2] | data[:, 1::2] << 4
-        facts = [scale] if low is None else [scale, low]
+        facts = [scale] if zero is None else [scale, zero]
         return torch.cat([*(as_bytes(each.float()) for each in facts), data], 1)
 
     def facts(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scales and minima [..., outputs, groups] of `rows` [..., outputs, row_bytes]."""
-        parts = [self._floats(rows, place) for place in range(1 + self.has_low)]
-        return parts[0], parts[1] if self.has_low else None
+        """Scales and zero points [..., outputs, groups] of `rows` [..., outputs, row_bytes]."""
+        parts = [self._floats(rows, place) for place in range(1 + self.has_zero)]
+        return parts[0], parts[1] if self.has_zero else None
 
     def _floats(self, rows: Tensor, place: int) -> Tensor:
         size = 4 * self.num_groups
@@ -85,10 +85,10 @@ class Coding:
             wide = torch.tensor(VALUES[self.kind], device=rows.device)[codes.int()]
         else:
             wide = codes.contiguous().view(torch.int8 if self.kind == "int8" else torch.float8_e4m3fn).float()
-        scale, low = (None if each is None else self._spread(each) for each in self.facts(rows))
-        assert scale is not None
-        wide *= scale
-        return (wide if low is None else wide.add_(low)).to(dtype)
+        scale, zero = self.facts(rows)
+        if zero is not None:
+            wide -= self._spread(zero)
+        return wide.mul_(self._spread(scale)).to(dtype)
 
     def _spread(self, facts: Tensor) -> Tensor:
         """`facts` [..., groups] for each input."""

@@ -196,14 +196,14 @@ class Awq(Format):
             raise InputError(f"awq: {what} are not supported, 4 of 'gemm' are")
         self.skipped = (*(values.get("modules_to_not_convert") or ()), "lm_head")
         self.group = int(values.get("group_size", values.get("q_group_size", 128)))
-        self.has_low = bool(values.get("zero_point", True))
+        self.has_zero = bool(values.get("zero_point", True))
 
     def coding(self, name: str, shape: Sequence[int]) -> Coding:
-        return Coding("int4", shape[1], self.group if self.group > 0 else shape[1], self.has_low)
+        return Coding("int4", shape[1], self.group if self.group > 0 else shape[1], self.has_zero)
 
     def read(self, name: str, given: Tensors, shape: Sequence[int]) -> Coded | None:
         codes, scale = self._in_order(given, "qweight", name), self._need(name, given, "scales").T.float()
-        zero = self._in_order(given, "qzeros", name).int() - 8 if self.has_low or "qzeros" in given else None
+        zero = self._in_order(given, "qzeros", name).int() - 8 if self.has_zero or "qzeros" in given else None
         block = (1, self.group) if self.group > 0 else None
         return _with_scales(self, name, "int4", codes, scale, shape, block, zero)
 
@@ -376,11 +376,11 @@ def _with_scales(
         raise form._wrong(name, f"has scales of shape {list(scale.shape)}, not {list(expected)}")
     if not bool(scale.isfinite().all()):
         raise form._wrong(name, "has scales that are not finite")
-    low = -zero.float() * scale if zero is not None else None
-    scale, low = (
-        each if each is None or per_row == 1 else each.repeat_interleave(per_row, 0)[:outputs] for each in (scale, low)
-    )
-    assert scale is not None
+    if coding.num_groups > 1 and coding.group % 8:
+        raise form._wrong(name, f"has groups of {coding.group} inputs; lpr reads those of a multiple of 8")
+    if per_row > 1:
+        scale = scale.repeat_interleave(per_row, 0)[:outputs]
+        zero = zero.repeat_interleave(per_row, 0)[:outputs] if zero is not None else None
     if order is not None:
         codes = codes[:, order]
-    return Coded(coding, coding.encode(codes, scale.expand(outputs, coding.num_groups), low), order)
+    return Coded(coding, coding.encode(codes, scale.expand(outputs, coding.num_groups), zero), order)

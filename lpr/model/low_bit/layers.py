@@ -54,8 +54,8 @@ class CodedTiles:
         """Lay out `rows` [outputs, row_bytes], for processors with `can_tile`."""
         self.coding, self.num_outputs, self.num_inputs = coding, len(rows), coding.num_inputs
         rows = F.pad(rows, (0, 0, 0, -len(rows) % PANEL))
-        scale, low = coding.facts(rows)
-        facts = [each.unflatten(0, (-1, PANEL)) for each in (scale, low) if each is not None]
+        scale, zero = coding.facts(rows)
+        facts = [each.unflatten(0, (-1, PANEL)) for each in ((scale,) if zero is None else (scale, -zero * scale))]
         panels = as_bytes(torch.cat([each.transpose(1, 2).flatten(1) for each in facts], 1))
         codes = rows[:, coding.row_bytes - coding.padded * BITS[coding.kind] // 8 :].contiguous()
         if BITS[coding.kind] == 4:  # words of 8 inputs, of 32 outputs together
@@ -64,7 +64,7 @@ class CodedTiles:
             words = codes.unflatten(0, (-1, PANEL)).transpose(1, 2)
         self._panels = in_huge_pages(torch.cat([panels, as_bytes(words).flatten(1)], 1))
         table = VALUES.get(coding.kind, (0.0,) * 16)
-        sizes = _KINDS[coding.kind], coding.group, coding.num_groups, coding.has_low, self._panels.shape[1]
+        sizes = _KINDS[coding.kind], coding.group, coding.num_groups, coding.has_zero, self._panels.shape[1]
         self._form = torch.frombuffer(bytearray(struct.pack("5q16f", *sizes, *table)), dtype=torch.uint8)
 
     def __reduce__(self) -> tuple[type[CodedTiles], tuple[Coding, Tensor]]:
@@ -78,9 +78,13 @@ class CodedTiles:
     def rows(self) -> Tensor:
         """A copy of the rows that it was made of."""
         coding = self.coding
-        size = 4 * coding.num_groups * (1 + coding.has_low) * PANEL
-        facts, words = self._panels[:, :size].contiguous(), self._panels[:, size:].contiguous()
-        found = as_bytes(facts.view(torch.float32).unflatten(1, (-1, PANEL)).transpose(1, 2))
+        size = 4 * coding.num_groups * (1 + coding.has_zero) * PANEL
+        panels, words = self._panels[:, :size].contiguous(), self._panels[:, size:].contiguous()
+        facts = panels.view(torch.float32).unflatten(1, (-1, PANEL)).transpose(1, 2).contiguous()
+        if coding.has_zero:  # they are whole numbers
+            scale, least = facts.split(coding.num_groups, 2)
+            facts = torch.cat([scale, (-least / scale).round_().nan_to_num_(0.0)], 2)
+        found = as_bytes(facts)
         together = words.view(torch.int32) if BITS[coding.kind] == 4 else words
         codes = as_bytes(together.unflatten(1, (-1, PANEL)).transpose(1, 2))
         return torch.cat([found, codes], 2).flatten(0, 1)[: self.num_outputs]
