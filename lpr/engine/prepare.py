@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
@@ -20,7 +21,7 @@ from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import Loaded, head_digest, lack_of_memory, model_digest, tokenizer_digest
-from lpr.model.low_bit.copy import make_copy
+from lpr.model.low_bit.copy import LowBitCopy, make_copy, why_no_copy_in
 from lpr.model.low_bit.products import Form
 from lpr.model.rewrite.base import Setting, Stage
 from lpr.model.rewrite.sharded_layers import vocabulary_head
@@ -171,12 +172,15 @@ def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache
 def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm) -> None:
     """Make a low-bit copy of the model that drafts; raises InputError where a form that is asked for cannot be made."""
     form = cast(Form, "int8" if options.self_draft == "auto" else options.self_draft)
-    why = why_no_copy(like, comm)
+    why, began = why_no_copy(like, comm) or why_no_copy_in(model.model, form), time.perf_counter()
     try:
         if why is None and options.self_draft == "auto" and not _has_room(model, comm):
             why = "there is no memory for a copy"
         if why is None:
             model.use_copy(partial(make_copy, model.model, form), like)
+            assert model.self_drafter is not None and isinstance(model.self_drafter.copy, LowBitCopy)
+            taken = model.self_drafter.copy.num_bytes / 2**20, time.perf_counter() - began
+            logger.info("a copy in %s drafts: %.0f MiB, made and timed in %.1f s", form, *taken)
     except Exception as failure:  # of modules that get what they do not expect: of any type
         why = first_line(failure)
         if options.self_draft != "auto":

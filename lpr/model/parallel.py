@@ -28,6 +28,8 @@ from transformers.distributed import DistributedConfig
 from lpr.config import InputError
 from lpr.model.attention.sparse import selects
 from lpr.model.families import is_recurrent
+from lpr.model.low_bit.checkpoint import Share, reading_of, share_reading
+from lpr.model.low_bit.layers import CodedLinear, coded_modules
 from lpr.model.multimodal import empty_decoder
 from lpr.model.rewrite.sharded_layers import local, make_plain
 from lpr.model.transformers_versions import split_over
@@ -82,9 +84,13 @@ def load_sharded(
     plan: dict[str, str] = dict(whole.tp_plan or {})
     check_split(text, tp.size, tp.backend, splits_layers(plan), splits_heads(plan))
     if tp.backend == "deepspeed":
+        if reading_of(config) is not None:
+            raise InputError(
+                "--tp-backend deepspeed does not divide low-bit checkpoints; --tp-backend transformers does"
+            )
         model, info = _load_with_deepspeed(dtype, device, tp, read)
     else:
-        model, info = _load_with_transformers(text, plan, device, tp, partial(read, dtype=dtype))
+        model, info = _load_with_transformers(config, plan, device, tp, partial(read, dtype=dtype))
     full = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
     ends = planned_ends(full, plan) if tp.backend == "transformers" else []
     parts = num_kv_heads(text) if splits_heads(plan) else tp.size
@@ -161,8 +167,10 @@ def _divisors(count: int) -> list[int]:
 
 
 def local_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters as this rank holds them."""
-    return {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()}
+    """Shapes of the parameters as this rank holds them; of low-bit weights those that they have once widened."""
+    found = {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()}
+    coded = {name: each for name, each in coded_modules(model) if isinstance(each, CodedLinear)}
+    return found | {f"{name}.weight": (len(each.weight), each.coding.num_inputs) for name, each in coded.items()}
 
 
 def planned_ends(names: Iterable[str], plan: Mapping[str, str]) -> list[str]:
@@ -205,6 +213,7 @@ def _load_with_transformers(
     config: PretrainedConfig, plan: Mapping[str, str], device: torch.device, tp: TensorParallel, read: Read
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """By the model's own plan; every rank reads only its part."""
+    whole_config, config = config, config.get_text_config(decoder=True)
     kv_heads = num_kv_heads(config)
     shared: dict[str, str] = {}
     if kv_heads < tp.size and splits_heads(plan):
@@ -215,7 +224,9 @@ def _load_with_transformers(
                 f"--tp {tp.size} exceeds the {kv_heads} key/value heads of model type {config.model_type!r}, whose "
                 f"plan joins them with the queries; --tp {', '.join(map(str, _divisors(kv_heads)))} would"
             )
-    split = DistributedConfig(tp_size=tp.size, tp_plan=shared or None)
+    share_reading(whole_config, Share(tp.rank, tp.size, tp.mesh.get_group(), frozenset(shared)))
+    given = shared if reading_of(whole_config) is None else {}
+    split = DistributedConfig(tp_size=tp.size, tp_plan=given or None)
     # None: weights stay on the host. With a device, transformers needs accelerate and reads straight to it.
     with split_over(tp.mesh, None if device.type == "cpu" else device):
         model, info = read(distributed_config=split)

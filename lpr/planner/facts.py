@@ -10,7 +10,8 @@ import json
 import math
 import tomllib
 from collections import Counter
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from lpr.config import DecodeConfig, InputError
 from lpr.model.adapter import Adapter
 from lpr.model.families import refusal
 from lpr.model.kv_cache import KVCache
+from lpr.model.low_bit.checkpoint import expected_codings
+from lpr.model.low_bit.coded import Coding
+from lpr.model.low_bit.formats import read_format
 from lpr.model.multimodal import empty_decoder
 from lpr.model.parallel import splits_heads, splits_layers
 from lpr.model.rewrite.sharded_layers import generic_name
@@ -51,6 +55,14 @@ class Weights:
     """An embedding that is not the output head too: a step reads a row per token and not the whole."""
     is_expert: bool
     """Experts along the first axis, of which a token uses few."""
+    coding: Coding | None = None
+    """The form of weights of a low-bit checkpoint, [outputs, inputs]."""
+
+    def num_bytes(self, shape: Sequence[int], element_size: int) -> int:
+        """Bytes of a tensor, or of the part of it that has `shape`."""
+        if self.coding is None:
+            return element_size * math.prod(shape)
+        return shape[0] * replace(self.coding, num_inputs=shape[1], group=min(self.coding.group, shape[1])).row_bytes
 
 
 @dataclass(frozen=True)
@@ -141,6 +153,8 @@ class ModelFacts:
     max_positions: int | None
     num_experts: int
     experts_per_token: int
+    low_bit: str | None = None
+    """The format of a low-bit checkpoint whose linear layers a GPU keeps in few bits."""
 
     def state_bytes(self, element_size: int) -> int:
         """Bytes of the recurrent states of one request, as lpr keeps them."""
@@ -190,10 +204,11 @@ def config_from(values: dict[str, Any]) -> PretrainedConfig:
 def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
     """Facts of the model of `config`; raises InputError if it is no causal LM."""
     transformers_logging.set_verbosity_error()
-    text = config.get_text_config(decoder=True)
+    text, form = config.get_text_config(decoder=True), read_format(config)
     try:
         with torch.device("meta"):
             model = empty_decoder(config).eval()
+        codings = dict(expected_codings(model, form)) if form is not None else {}
         reason = refusal(model)
         cache = _filled_cache(model) if reason is None else KVCache(1, 1)
     except Exception as failure:  # model code raises what it likes; all mean that this config makes no usable model
@@ -210,7 +225,7 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         name=name,
         model_type=text.model_type,
         dtype=dtype if dtype in DTYPE_SIZES else "bfloat16",
-        weights=_weights(model, plan),
+        weights=_weights(model, plan, codings),
         kept=kept,
         states=tuple(KeptState(*each, count) for each, count in found.items()),
         indexer_heads=_first(text, "index_n_heads") or 0,
@@ -227,6 +242,7 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         max_positions=_first(text, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
         num_experts=_first(text, "num_local_experts", "num_experts", "n_routed_experts") or 0,
         experts_per_token=_first(text, "num_experts_per_tok", "moe_topk") or 0,
+        low_bit=form.method if form is not None and codings else None,
     )
 
 
@@ -242,7 +258,7 @@ def _first(config: PretrainedConfig, *names: str) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _weights(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Weights, ...]:
+def _weights(model: PreTrainedModel, plan: dict[str, str], codings: dict[str, Coding]) -> tuple[Weights, ...]:
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     lookups.discard(id(getattr(model.get_output_embeddings(), "weight", None)))
     groups: Counter[tuple[Any, ...]] = Counter()
@@ -250,7 +266,8 @@ def _weights(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Weights, ...
         is_expert = ".experts." in name and parameter.dim() >= 2
         generic = generic_name(name)
         style = plan.get(generic, plan.get(generic.rpartition(".")[0]))  # a plan names a parameter, or its module
-        groups[generic, tuple(parameter.shape), style, id(parameter) in lookups, is_expert] += 1
+        kind = style, id(parameter) in lookups, is_expert, codings.get(name)
+        groups[generic, tuple(parameter.shape), *kind] += 1
     return tuple(Weights(name, shape, count, *rest) for (name, shape, *rest), count in groups.items())
 
 

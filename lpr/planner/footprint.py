@@ -14,6 +14,7 @@ from lpr.core.wire import payload_words
 from lpr.engine.kv_pool import GPU_SHARE, usable_tokens
 from lpr.model.graphs import MOST_COMMON
 from lpr.model.input_builder import round_up
+from lpr.model.low_bit.products import Form
 from lpr.model.reserve import MemoryNeeds, RankSizes, Steps, memory_needs
 from lpr.planner.facts import ModelFacts, Weights
 from lpr.sched.state_snapshots import SNAPSHOTS_PER_SLOT
@@ -156,9 +157,23 @@ def _shard_numel(weights: Weights, facts: ModelFacts, tp: int) -> int:
     return weights.count * math.prod(shard_shape(weights, facts, tp))
 
 
+def _shard_bytes(weights: Weights, facts: ModelFacts, tp: int, element_size: int) -> int:
+    return weights.count * weights.num_bytes(shard_shape(weights, facts, tp), element_size)
+
+
 def weight_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
     """Bytes of weights on the fullest rank of a replica."""
-    return element_size * sum(_shard_numel(weights, facts, tp) for weights in facts.weights)
+    return sum(_shard_bytes(weights, facts, tp, element_size) for weights in facts.weights)
+
+
+def copy_bytes(facts: ModelFacts, form: Form) -> int:
+    """Bytes of a low-bit copy that drafts, which a pass of it reads: linear layers and output head, without experts."""
+    total = 0.0
+    for weights in facts.weights:
+        if len(weights.shape) == 2 and not weights.is_lookup and not weights.is_expert:
+            is_fine = form == "int4" and facts.vocab_size not in weights.shape
+            total += weights.count * weights.shape[0] * (weights.shape[1] * 0.625 if is_fine else weights.shape[1] + 4)
+    return int(total)
 
 
 def kv_row_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
@@ -200,8 +215,8 @@ def read_bytes(facts: ModelFacts, tp: int, element_size: int, num_tokens: int) -
         unused = 0.0
         if weights.is_expert and facts.num_experts and facts.experts_per_token:
             unused = (1 - facts.experts_per_token / facts.num_experts) ** num_tokens
-        total += (1 - unused) * _shard_numel(weights, facts, tp)
-    return int(total * element_size)
+        total += (1 - unused) * _shard_bytes(weights, facts, tp, element_size)
+    return int(total)
 
 
 def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> float:

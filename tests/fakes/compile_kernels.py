@@ -17,6 +17,8 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.kernels.attention_kernel import choose_tiles
+from lpr.model.kernels.coded_code import multiply_codes
+from lpr.model.kernels.coded_kernel import block_of
 from lpr.model.kernels.elementwise_code import gate_rows, normalise, rotate_heads
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.kernels.likely_code import choose_likeliest, list_likeliest
@@ -32,7 +34,9 @@ from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.kernels.sampling_kernel import BLOCK, DIGITS, NUM_WARPS
 from lpr.model.kernels.scan_code import advance_scan, scan_tree
 from lpr.model.kernels.scan_kernel import linear_tiles
+from lpr.model.low_bit.coded import Coding, Kind
 
+KINDS: tuple[Kind, ...] = ("int8", "fp8", "int4", "fp4")
 LIKELY = {"tops_at": "*fp32", "ids_at": "*i32", "sums_at": "*fp32", "best_at": "*fp32", "total_at": "*fp32"}
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 EVERYTHING = ("HAS_SOFTCAP", "HAS_WINDOW", "HAS_CHUNK", "HAS_SINKS")
@@ -139,7 +143,7 @@ def main() -> None:
     constants = {"COUNT": 8, "BLOCKS": 64, "BLOCK": 512}
     made = build(choose_likeliest, 90, torch.float32, constants, {**LIKELY, "tokens_at": "*i64"}, num_warps=4)
     compiled.append({"kernel": "choose_likeliest", **made})
-    compiled += elementwise() + scans()
+    compiled += elementwise() + scans() + coded()
     print(json.dumps(compiled))
 
 
@@ -150,6 +154,26 @@ def elementwise() -> list[dict[str, Any]]:
         {"kernel": kernel.__name__, **build(kernel, 90, torch.bfloat16, {**constants, "BLOCK": block}, num_warps=4)}
         for kernel, block in ((normalise, 4096), (rotate_heads, 64), (gate_rows, 1024))
     ]
+
+
+def coded() -> list[dict[str, Any]]:
+    """Products with the weights of low-bit checkpoints: of rows, of groups of 128 with zero points, and of MXFP4."""
+    compiled, types = [], {"rows_at": "*u8", "facts_at": "*fp32"}
+    for arch, kind, group, has_zero in (
+        (80, 1, 4096, False),
+        (90, 1, 128, False),
+        (90, 2, 128, True),
+        (90, 3, 32, False),
+    ):
+        coding = Coding(KINDS[kind], 4096, group, has_zero)
+        constants = {
+            "INPUTS": 4096, "ROW_BYTES": coding.row_bytes, "GROUP": group, "NUM_GROUPS": coding.num_groups,
+            "KIND": kind, "HAS_ZERO": has_zero, "HAS_BIAS": True, "BLOCK_M": 16, "BLOCK_N": 32,
+            "BLOCK_K": block_of(coding), "UPCAST": False,
+        }  # fmt: skip
+        made = build(multiply_codes, arch, torch.bfloat16, constants, types, num_warps=4)
+        compiled.append({"kernel": "multiply_codes", "arch": arch, "coding": str(coding), **made})
+    return compiled
 
 
 def scans() -> list[dict[str, Any]]:

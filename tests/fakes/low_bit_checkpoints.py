@@ -150,6 +150,18 @@ def compressed(form: str, activations: Any = None, **weights: Any) -> dict[str, 
 
 
 DYNAMIC = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+def gptq_config(**given: Any) -> dict[str, Any]:
+    """A quantization_config of GPTQ."""
+    return {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, **given}
+
+
+def awq_config(group: int) -> dict[str, Any]:
+    """A quantization_config of AWQ."""
+    return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+
+
 CASES = {
     "fp8-tensor": Case({"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8(None, "weight_scale_inv")),
     "fp8-blocks": Case(
@@ -160,7 +172,9 @@ CASES = {
     "mxfp8": Case(
         {"quant_method": "mxfp8", "weight_block_size": [1, 32]}, fp8((1, 32), "weight_scale_inv", torch.uint8)
     ),
-    "fbgemm-fp8": Case({"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, fp8((1, -1), "weight_scale")),
+    "fbgemm-fp8": Case(
+        {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, fp8((1, -1), "weight_scale")
+    ),
     "ct-fp8-channel": Case(
         compressed("float-quantized", DYNAMIC, type="float", num_bits=8, strategy="channel"),
         fp8((1, -1), "weight_scale", torch.bfloat16),
@@ -181,21 +195,15 @@ CASES = {
     "ct-w4a16-by-activation": Case(
         compressed("pack-quantized", group_size=32, actorder="group"), packed(4, 32, by_activation=True)
     ),
-    "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq(32)),
-    "awq-rows": Case({"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True, "version": "GEMM"}, awq(-1)),
-    "gptq": Case({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}, gptq(4, 32, True)),
-    "gptq-asymmetric": Case(
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}, gptq(4, 32, False)
-    ),
-    "gptq-by-activation": Case(
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": True},
-        gptq(4, 32, True, by_activation=True),
-    ),
+    "awq": Case(awq_config(32), awq(32)),
+    "awq-rows": Case(awq_config(-1), awq(-1)),
+    "gptq": Case(gptq_config(), gptq(4, 32, True)),
+    "gptq-asymmetric": Case(gptq_config(sym=False), gptq(4, 32, False)),
+    "gptq-by-activation": Case(gptq_config(desc_act=True), gptq(4, 32, True, by_activation=True)),
     "gptq-v2": Case(
-        {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False, "checkpoint_format": "gptq_v2"},
-        gptq(4, -1, False, is_first=False),
+        gptq_config(group_size=-1, sym=False, checkpoint_format="gptq_v2"), gptq(4, -1, False, is_first=False)
     ),
-    "gptq-8-bits": Case({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False}, gptq(8, 32, False)),
+    "gptq-8-bits": Case(gptq_config(bits=8, sym=False), gptq(8, 32, False)),
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from tests.fakes.pretend_kernels import (
     gate,
     kernel,
     likeliest_kernel,
+    multiply_codes,
     norm_heads,
     rms_norm,
     rotate,
@@ -97,6 +98,7 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr("lpr.model.kernels.exact_kernel.tree_attention", exact_kernel)
     for each in (rms_norm, norm_heads, rotate, gate):
         monkeypatch.setattr(f"lpr.model.kernels.elementwise_kernel.{each.__name__}", each)
+    monkeypatch.setattr("lpr.model.kernels.coded_kernel.multiply", multiply_codes)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.choose", sampling_kernel)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.likeliest", likeliest_kernel)
     storage_of = step_inputs.storage_of

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lpr.model.kv_cache import KVCache
+from lpr.model.low_bit.coded import Coding
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import specification
 from lpr.model.sampling.choice import gpu_likeliest, gpu_pick
@@ -122,6 +123,18 @@ def gate(states: Any, activation: int) -> torch.Tensor:
         held(out).copy_(active * values)
 
     _launch_on((states,), (out,), run)
+    return out
+
+
+def multiply_codes(coding: Coding, rows: Any, given: Any, bias: Any) -> torch.Tensor:
+    """Stands for the kernel of products with weights of few bits, likewise."""
+    out: Any = given.new_empty(*given.shape[:-1], len(rows))
+
+    def run() -> None:
+        weight = coding.to_dense(held(rows), given.dtype)
+        held(out).copy_(torch.nn.functional.linear(held(given), weight, None if bias is None else held(bias)))
+
+    _launch_on((rows, given, *([] if bias is None else [bias])), (out,), run)
     return out
 
 

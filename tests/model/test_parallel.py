@@ -24,6 +24,7 @@ from lpr.engine.kv_pool import PoolNeeds
 from lpr.model import transformers_versions as versions
 from lpr.model.loader import load
 from lpr.model.parallel import check_shards, check_split, num_kv_heads, planned_ends
+from tests.fakes.low_bit_checkpoints import CASES, write
 from tests.fakes.models import tiny_model
 from tests.fakes.paths import ROOT
 from tests.fakes.tp_worker import FEW, PARAMS, PROMPTS
@@ -61,6 +62,8 @@ def folders(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPat
         found[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(found[name], max_shard_size="60KB")
         assert len(list(found[name].glob("model-*.safetensors"))) > 2
+    found["low_bit"] = tmp_path_factory.mktemp("low_bit")
+    models["low_bit"] = write(found["low_bit"], CASES["gptq-asymmetric"], "qwen2", spread=0.12)
     # In half precision, so that what is read into float32 is memory of its own and no mapped file.
     large = tiny_model(hidden_size=512, intermediate_size=2048, num_hidden_layers=5)
     assert sum(parameter.nbytes for parameter in large.parameters()) / 2**20 == pytest.approx(LARGE_MIB, rel=0.01)
@@ -153,6 +156,7 @@ def check_two_replicas(
     runs = {
         "llama/t": ("llama", "transformers"),
         "llama/lie": ("llama", "transformers", "lie"),
+        "low_bit/t": ("low_bit", "transformers"),
         **more,
         "llama/state": ("llama", "transformers", "state"),
     }

@@ -23,6 +23,9 @@ from lpr.config import DecodeConfig, InputError
 from lpr.engine.exchange import Exchange
 from lpr.engine.kv_pool import PoolNeeds
 from lpr.model.kv_cache import KVCache
+from lpr.model.loader import load
+from lpr.model.low_bit.copy import make_copy
+from lpr.model.low_bit.products import FORMS
 from lpr.model.recurrent.scans import decayed_attention, delta_rule
 from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
@@ -30,6 +33,7 @@ from lpr.model.self_check import self_check
 from lpr.planner.facts import KeptState, ModelFacts, config_from, facts_of, preset_names, read_preset, resolve
 from lpr.planner.footprint import (
     Mesh,
+    copy_bytes,
     footprint,
     forward_flops,
     kv_row_bytes,
@@ -44,6 +48,7 @@ from lpr.planner.footprint import (
     weight_bytes,
 )
 from lpr.planner.hardware import GIB, GPUS, parse_bandwidth, parse_size
+from tests.fakes.low_bit_checkpoints import CASES, write
 from tests.fakes.models import tiny_model
 from tests.fakes.paths import ROOT
 from tests.fakes.sharded import config_values
@@ -170,6 +175,25 @@ def test_weight_bytes_are_those_of_the_model() -> None:
         model = tiny_model(values.pop("model_type"), **values)  # type: ignore[arg-type]
         held = sum(each.numel() * each.element_size() for each in model.parameters())
         assert weight_bytes(facts_of(model.config, model_type), 1, 4) == held
+
+
+@pytest.mark.parametrize("name", ["ct-w4a16-asymmetric", "fp8-blocks", "gptq-8-bits"])
+def test_weight_bytes_of_low_bit_checkpoints_are_those_that_are_loaded(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, CASES[name])
+    held = sum(each.nbytes for each in load(str(tmp_path)).model.parameters())
+    facts = resolve(str(tmp_path))
+    assert weight_bytes(facts_of(facts.config, name), 1, 4) == held
+    assert main(["--model", str(tmp_path), "--gpus", "1", "--context", "256", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["low_bit"] == CASES[name].config["quant_method"]
+
+
+def test_a_copy_has_the_bytes_that_the_planner_says() -> None:
+    model = tiny_model(vocab_size=96)  # tiles are of 32 outputs
+    facts = facts_of(model.config, "llama")
+    for form in FORMS:
+        assert copy_bytes(facts, form) == make_copy(model, form).num_bytes
 
 
 def test_sizes_that_llama_2_70b_must_have() -> None:

@@ -21,6 +21,7 @@ from lpr import native
 from lpr.model.attention.sparse import selects
 from lpr.model.cpu.products import Prepacked, PrepackedLinear
 from lpr.model.families import has_experts
+from lpr.model.low_bit.layers import CodedLinear
 from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.sharded_layers import local
 from lpr.model.step_inputs import Heights, current_step
@@ -51,7 +52,9 @@ def refusal(model: Any, own_attention: bool) -> str | None:
         return "its sparse attention selects tokens by scores whose last bits depend on a step's shape"
     if has_experts(config):
         return "its experts' matrix products are as high as a step has tokens for them"
-    if getattr(model, "hf_quantizer", None) is not None:
+    if getattr(model, "hf_quantizer", None) is not None or any(
+        isinstance(each, CodedLinear) for each in model.modules()
+    ):
         return "its quantised matrix products are not known to be the same for every height"
     return None
 

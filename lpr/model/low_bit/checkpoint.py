@@ -7,7 +7,8 @@ tensors decide which weights are low-bit, and the config how: no weight that has
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lpr.config import InputError, first_line
-from lpr.model.low_bit.formats import Coded, Format
-from lpr.model.low_bit.layers import EXPERTS, hold, logical_shape, may_be_coded
+from lpr.model.low_bit.coded import Coding
+from lpr.model.low_bit.formats import Coded, Format, is_skipped
+from lpr.model.low_bit.layers import EXPERTS, divide, hold, logical_shape, may_be_coded
+from lpr.model.rewrite.sharded_layers import generic_name
 
 _METHOD = "lpr"
 _LAYER = re.compile(r".*\.\d+\.")
@@ -33,11 +36,25 @@ class Unreadable(BaseException):
     """The reason why a checkpoint cannot be read. transformers catches and counts every Exception of a conversion."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of a replica."""
+
+    rank: int
+    size: int
+    group: Any
+    whole: frozenset[str]
+    """Modules of a plan that every rank reads whole, though it divides them."""
+
+
 class Reading:
     """The state of one load."""
 
     def __init__(self, form: Format) -> None:
         self.form = form
+        self.share: Share | None = None
+        self.styles: dict[str, str] | None = None
+        """By the name of a module with * in the place of its number, how transformers' plan divides it."""
         self.found: dict[str, Coded] = {}
         """The weights that are low-bit by the name of the parameter, without their rows."""
 
@@ -65,6 +82,37 @@ class Reading:
             raise Unreadable(line) from failure
         return coded.rows
 
+    def style_of(self, parameter: str) -> str | None:
+        """How the plan divides a module, whose weight may be low-bit; None if it does not."""
+        style = (self.styles or {}).get(generic_name(parameter.rpartition(".")[0]))
+        return None if self.share is None or generic_name(parameter.rpartition(".")[0]) in self.share.whole else style
+
+    def part_of(self, parameter: str, found: Tensor) -> Tensor:
+        """This rank's part of what was read for a parameter."""
+        share, coded, name = self.share, self.found.get(parameter), generic_name(parameter.rpartition(".")[0])
+        assert share is not None
+        if self.styles is None:
+            raise Unreadable("--tp of a low-bit checkpoint needs transformers 5.24 or later")
+        if coded is None:
+            if name in self.styles:
+                raise Unreadable(f"--tp: {parameter} is not low-bit, as the config says it is")
+            return found
+        style, inputs = self.style_of(parameter), coded.coding.num_inputs
+        if style is None:
+            return found
+        size = inputs if style == "rowwise" else len(found)
+        if style not in ("colwise", "rowwise") or size % share.size or (style == "rowwise" and coded.order is not None):
+            why = f"{size} {'in an order of their own ' if coded.order is not None else ''}by {style!r}"
+            raise Unreadable(f"--tp {share.size} does not divide the low-bit weight {parameter}: {why}")
+        each = size // share.size
+        if style == "colwise":
+            return found[share.rank * each : (share.rank + 1) * each]
+        coding, rows = coded.coding.part(found, share.rank * each, each)
+        if coding.num_groups > 1 and coding.group % 8:
+            raise Unreadable(f"--tp {share.size} cuts the groups of {parameter} into parts of {coding.group} inputs")
+        self.found[parameter] = Coded(coding, torch.empty(0), None)
+        return rows
+
 
 class _ReadRows(ConversionOps):
     def __init__(self, hf_quantizer: LowBitQuantizer) -> None:
@@ -74,7 +122,7 @@ class _ReadRows(ConversionOps):
 class ReadModule(_ReadRows):
     """Makes rows of the tensors of a module."""
 
-    def convert(
+    def convert(  # type: ignore[override]  # it takes what it needs by name
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         """As of transformers: tensors by the patterns of their names."""
@@ -87,13 +135,15 @@ class ReadModule(_ReadRows):
         }
         shape = logical_shape(owner, name) if may_be_coded(owner, name) else None
         found = reading.read(full_layer_name, module, given, shape)
+        if reading.share is not None:
+            found = reading.part_of(full_layer_name, found)
         return {full_layer_name: found if full_layer_name in reading.found else found.to(getattr(owner, name).dtype)}
 
 
 class ReadParts(_ReadRows):
     """Makes rows of the tensors of each of the modules that transformers makes one parameter of, as of experts."""
 
-    def convert(
+    def convert(  # type: ignore[override]  # it takes what it needs by name
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         """As of transformers: lists of tensors by the patterns of their names."""
@@ -120,7 +170,7 @@ class ReadParts(_ReadRows):
 
 
 @register_quantization_config(_METHOD)
-class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class LowBitConfig(QuantizationConfigMixin):
     """What transformers takes for the config's quantization_config."""
 
     def __init__(self, reading: Reading, quant_method: str = _METHOD) -> None:
@@ -128,7 +178,7 @@ class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 @register_quantizer(_METHOD)
-class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
+class LowBitQuantizer(HfQuantizer):
     """Lets `from_pretrained` read a low-bit checkpoint."""
 
     requires_calibration = False
@@ -152,6 +202,18 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
         owner = model.get_submodule(module)
         coding = self.reading.form.coding(module, logical_shape(owner, name)) if may_be_coded(owner, name) else None
         return param.element_size() if coding is None else coding.row_bytes / coding.num_inputs
+
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        """Take what may be low-bit out of a plan: it is divided as rows, when it is read."""
+        if self.reading.share is None:
+            return
+        if any(may_be_coded(each, name) for each in model.modules() for name in EXPERTS if hasattr(each, name)):
+            raise Unreadable(f"{self.reading.form.method}: --tp does not divide low-bit experts; --tp 1 works")
+        styles = self.reading.styles = self.reading.styles or {}
+        for parameter, _ in expected_codings(model, self.reading.form):
+            name = generic_name(parameter.rpartition(".")[0])
+            if name in plan:
+                styles[name] = plan.pop(name)
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """Of the tensors of modules."""
@@ -185,13 +247,47 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
         for key, coded in self.reading.found.items():
             module, _, name = key.rpartition(".")
             owner = model.get_submodule(module)
+            rows = getattr(owner, name)
+            if rows.dtype is not torch.uint8 or rows.shape[-1] != coded.coding.row_bytes:
+                raise Unreadable(
+                    f"{self.reading.form.method}: {key} is tied to another weight, or laid out unknown to lpr"
+                )
             hold(owner, name, coded, model.dtype)
+            if (style := self.reading.style_of(key)) is not None and self.reading.share is not None:
+                divide(owner, style, self.reading.share.rank, self.reading.share.group)
         return model
+
+
+def expected_codings(model: Any, form: Format) -> Iterator[tuple[str, Coding]]:
+    """The parameters of linear layers that a checkpoint of `model` has in few bits by its config, and how.
+
+    Which they are its tensors decide: a config does not name all layers that stayed whole.
+    """
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        is_whole = module is head if form.skipped is None else is_skipped(name, form.skipped)
+        if may_be_coded(module, "weight") and not is_whole and form.target == "weight" and _LAYER.match(f"{name}."):
+            coding = form.coding(name, logical_shape(module, "weight"))
+            if coding is not None:
+                yield f"{name}.weight", coding
 
 
 def begin_reading(config: PretrainedConfig, form: Format) -> None:
     """Let `from_pretrained` of `config` read a checkpoint of a format; `end_reading` follows."""
     config.quantization_config = {"quant_method": _METHOD, "reading": Reading(form)}
+
+
+def share_reading(config: Any, share: Share) -> None:
+    """Let a rank of a group read its part alone, if `config` is that of a low-bit checkpoint."""
+    if (reading := reading_of(config)) is not None:
+        reading.share = share
+
+
+def reading_of(config: Any) -> Reading | None:
+    """What `begin_reading` has begun."""
+    given = getattr(config, "quantization_config", None)
+    found: Reading | None = given.get("reading") if isinstance(given, dict) else None
+    return found
 
 
 def end_reading(model: Any, given: dict[str, Any] | None) -> None:

@@ -1,13 +1,14 @@
 """Weights of low-bit checkpoints in one form, whatever format they come in, and nothing rounded again.
 
-A weight is a code times a scale, less a zero point before if its format has one. An output is one row of bytes: its
-scales, its zero points and its codes. So projections of one input are laid below each other, experts stacked and outputs divided
-among ranks as rows of any other weight are.
+A weight is a code, less a zero point if its format has one, times a scale. An output is one row of bytes: its scales,
+its zero points and its codes. So projections of one input are laid below each other, experts stacked and outputs
+divided among ranks as rows of any other weight are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -78,6 +79,15 @@ class Coding:
         data = rows[..., self.row_bytes - self.padded * BITS[self.kind] // 8 :]
         return torch.stack([data & 15, data >> 4], -1).flatten(-2) if BITS[self.kind] == 4 else data
 
+    def part(self, rows: Tensor, first: int, count: int) -> tuple[Coding, Tensor]:
+        """The `count` inputs from `first` on of `rows` [outputs, row_bytes], in groups of a size that divides both."""
+        group = count if self.num_groups == 1 else math.gcd(self.group, math.gcd(first, count))
+        groups = torch.arange(first, first + count, group, device=rows.device) // self.group
+        scale, zero = (None if each is None else each[:, groups] for each in self.facts(rows))
+        assert scale is not None
+        made = replace(self, num_inputs=count, group=group)
+        return made, made.encode(self.codes(rows)[:, first : first + count], scale, zero)
+
     def to_dense(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight [..., outputs, inputs], computed in float32."""
         codes = self.codes(rows)[..., : self.num_inputs]
@@ -96,5 +106,5 @@ class Coding:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes [..., n * size] of a copy of `tensor` [..., n]. Dimensions of one may have strides that are in the way."""
+    """The bytes [..., n * size] of a copy of `tensor` [..., n]: dimensions of 1 may have strides in the way."""
     return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)

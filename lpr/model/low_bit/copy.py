@@ -18,13 +18,15 @@ from transformers import PreTrainedModel
 
 from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.fused.decoder_layer import as_one
+from lpr.model.low_bit.coded import BITS
 from lpr.model.low_bit.experts import LowBitExperts, can_round_experts
+from lpr.model.low_bit.layers import PackedCodedLinear, coded_modules
 from lpr.model.low_bit.products import FORMS, Form, round_linear
 from lpr.model.rewrite.base import Setting, carry_out
 from lpr.model.rewrite.merged_linear import GROUPS, Pack, PackedLinear
 from lpr.model.rewrite.table import FUSED, undo_forwards
 
-_KINDS = (nn.Linear, PackedLinear, PrepackedLinear)
+_KINDS = (nn.Linear, PackedLinear, PrepackedLinear, PackedCodedLinear)
 
 
 class LowBitCopy(nn.Module):
@@ -41,6 +43,18 @@ class LowBitCopy(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's forward."""
         return self.model(*args, **kwargs)
+
+
+def why_no_copy_in(model: nn.Module, form: str) -> str | None:
+    """Why a copy in `form` would read no fewer bytes than a model whose checkpoint is low-bit; None if it would."""
+    for _, module in coded_modules(model):
+        if not isinstance(module, PackedCodedLinear):
+            return "its low-bit weights are not laid out as those of linear layers on a CPU"
+        packed = module.pack.packed
+        bits = BITS[getattr(packed, "tiles", packed).coding.kind]
+        if form != "int4" or bits == 4:
+            return f"its own weights have {bits} bits"
+    return None
 
 
 @torch.no_grad()

@@ -72,8 +72,10 @@ class Format(ABC):
 class Fp8(Format):
     """e4m3 with a scale for a tensor, a row or a block, as DeepSeek, Qwen, Mistral and fbgemm write it."""
 
-    names = "weight", "weight_scale_inv", "qscale_weight", "weight_scale", "activation_scale", "qscale_act", "input_scale"
-    names += ("input_scale_ub",)
+    names: tuple[str, ...] = (
+        "weight", "weight_scale_inv", "qscale_weight", "weight_scale", "activation_scale", "qscale_act", "input_scale",
+        "input_scale_ub",
+    )  # fmt: skip
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.method = values["quant_method"]
@@ -83,7 +85,7 @@ class Fp8(Format):
         block = values.get("weight_block_size")
         self.block = (int(block[0]), int(block[1])) if block else None
 
-    def coding(self, name: str, shape: Sequence[int]) -> Coding:
+    def coding(self, name: str, shape: Sequence[int]) -> Coding | None:
         return Coding("fp8", shape[1], self.block[1] if self.block else shape[1])
 
     def read(self, name: str, given: Tensors, shape: Sequence[int]) -> Coded | None:
@@ -108,7 +110,7 @@ class Fp8(Format):
 
 
 class CompressedTensors(Fp8):
-    """compressed-tensors: int4 and int8 in words, int8 and fp8 as such, with scales by tensor, channel, group, block."""
+    """compressed-tensors: int4 and int8 in words, int8 and fp8 as such, scales by tensor, channel, group or block."""
 
     names: tuple[str, ...] = (
         "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
@@ -163,8 +165,8 @@ class CompressedTensors(Fp8):
             raise self._wrong(name, "has a scale, but no group of its config is for it")
         scale, block = self._need(name, given, "weight_scale"), args.get("block_structure")
         if args["type"] == "float":
-            block = (int(block[0]), int(block[1])) if args["strategy"] == "block" else None
-            return self.read_fp8(name, self._need(name, given, "weight"), scale, shape, block)
+            sizes = (int(block[0]), int(block[1])) if block and args["strategy"] == "block" else None
+            return self.read_fp8(name, self._need(name, given, "weight"), scale, shape, sizes)
         bits = args["num_bits"]
         zero = given.get("weight_zero_point")
         if "weight_packed" in given:
@@ -185,7 +187,7 @@ class CompressedTensors(Fp8):
 
 
 class Awq(Format):
-    """AWQ's "gemm": four bits with zero points, inputs by outputs / 8, eight outputs in a word in an order of its own."""
+    """AWQ's "gemm": four bits, inputs by outputs / 8, the eight outputs of a word in an order of their own."""
 
     names, method = ("qweight", "qzeros", "scales"), "awq"
 
@@ -225,7 +227,9 @@ class Gptq(Format):
         rules: dict[str, Any] = values.get("dynamic") or {}
         if any(each.startswith("+:") or (rules[each] and not each.startswith("-:")) for each in rules):
             raise InputError("gptq: sizes that differ from layer to layer ('dynamic') are not supported")
-        self.skipped = tuple(each.removeprefix("-:") for each in rules) + (() if values.get("lm_head") else ("lm_head",))
+        self.skipped = tuple(each.removeprefix("-:") for each in rules) + (
+            () if values.get("lm_head") else ("lm_head",)
+        )
 
     def coding(self, name: str, shape: Sequence[int]) -> Coding:
         group = self.group if self.group > 0 else shape[1]
@@ -370,8 +374,8 @@ def _with_scales(
     per_row = block[0] if block else 1
     expected = -(-outputs // per_row), coding.num_groups
     if scale.numel() == 1 or (not block and scale.numel() == outputs):
-        scale, zero = (None if each is None else each.reshape(-1, 1).expand(expected) for each in (scale, zero))
-        assert scale is not None
+        scale = scale.reshape(-1, 1).expand(expected)
+        zero = zero.reshape(-1, 1).expand(expected) if zero is not None else None
     if tuple(scale.shape) != expected or (zero is not None and zero.shape != scale.shape):
         raise form._wrong(name, f"has scales of shape {list(scale.shape)}, not {list(expected)}")
     if not bool(scale.isfinite().all()):

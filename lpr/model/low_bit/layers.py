@@ -1,7 +1,8 @@
 """Modules of a model whose weights a checkpoint stores in few bits, and their products.
 
-As they are loaded they widen a weight at each call. On a CPU an engine's own model gets them laid out for products in
-C++ that read the codes (native/coded_products.h); elsewhere, and without AVX2, they are widened once.
+As they are loaded they widen a weight at each call; on a GPU few rows are multiplied by a kernel that reads the codes.
+On a CPU an engine's own model gets them laid out for products in C++ (native/coded_products.h). Without AVX2 or Triton
+they are widened once, and experts on a GPU, too.
 """
 
 from __future__ import annotations
@@ -9,19 +10,24 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpr.model.cpu.memory import in_huge_pages
 from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.cpu.tiles import PANEL, Address, can_tile, multiply_at
+from lpr.model.fused.elementwise import is_available
 from lpr.model.low_bit.coded import BITS, VALUES, Coding, as_bytes
 from lpr.model.low_bit.formats import Coded
 from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.merged_linear import GROUPS, Pack
+from lpr.model.rewrite.sharded_layers import ReducedLinear
 
 EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters [experts, outputs, inputs] of modules of experts, as transformers names them."""
@@ -38,13 +44,47 @@ class CodedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Linear`, by the weight in the dtype of `input`."""
+        return self._product(input, self.bias)
+
+    def _product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         given = input if self.order is None else input[..., self.order]
-        return F.linear(given, self.coding.to_dense(self.weight, input.dtype), self.bias)
+        if (
+            has_kernel(self.coding, self.weight.device)
+            and given.numel() <= _kernels().MOST_ROWS * self.coding.num_inputs
+        ):
+            found: Tensor = _kernels().multiply(self.coding, self.weight, given, bias)
+            return found
+        return F.linear(given, self.coding.to_dense(self.weight, input.dtype), bias)
 
     def dense(self) -> Tensor:
         """The weight [outputs, inputs], in the order of the inputs."""
         found = self.coding.to_dense(self.weight, self.dtype)
         return found if self.order is None else found[:, self.order.argsort()]
+
+
+class ReducedCodedLinear(CodedLinear):
+    """One that is divided along its input: the sum of the ranks' products."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The whole output [..., outputs] for this rank's part [..., inputs / ranks]."""
+        return _summed(self._product(input, None), self.group, self.bias)
+
+
+def _summed(product: Tensor, group: dist.ProcessGroup, bias: Tensor | None) -> Tensor:
+    dist.all_reduce(product, group=group)
+    return product if bias is None else product + bias
+
+
+def has_kernel(coding: Coding, device: torch.device) -> bool:
+    """True if few rows are multiplied by the codes of a weight on a GPU."""
+    return device.type == "cuda" and is_available(device) and _kernels().block_of(coding) > 0
+
+
+@cache
+def _kernels() -> Any:
+    return import_module("lpr.model.kernels.coded_kernel")
 
 
 class CodedTiles:
@@ -161,6 +201,16 @@ class PackedCodedLinear(PrepackedLinear):
     """A `CodedLinear` whose weight lies in a `CodedPack`."""
 
 
+class PackedReducedLinear(PackedCodedLinear):
+    """A `ReducedCodedLinear`, likewise; its pack has no bias."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As ReducedCodedLinear.forward."""
+        return _summed(self.pack.multiply(input), self.group, self.bias)
+
+
 class CodedExperts:
     """The forward of a module of experts with weights of few bits: each expert that a token has chosen."""
 
@@ -247,6 +297,16 @@ def hold(module: Any, name: str, coded: Coded, dtype: torch.dtype) -> None:
     module.forward.codings[name] = coded.coding
 
 
+def divide(module: Any, style: str, rank: int, group: dist.ProcessGroup) -> None:
+    """Let a layer whose rows are a rank's part compute by them: the sum of all ranks, or outputs of its own."""
+    if style == "rowwise":
+        module.__class__, module.group = ReducedCodedLinear, group
+    elif module.bias is not None:
+        count = len(module.weight)
+        mine = module.bias.detach()[rank * count : (rank + 1) * count].clone()
+        module.bias = nn.Parameter(mine, requires_grad=False)
+
+
 def coded_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules of `model` with weights in few bits, by name, laid out or not."""
     for name, module in model.named_modules():
@@ -280,15 +340,16 @@ class CodedProducts(Rewrite):
             for each in found:
                 each.weight = nn.Parameter(each.dense(), requires_grad=False)
                 del each.coding, each.dtype, each.order
-                each.__class__ = nn.Linear
+                each.__class__ = ReducedLinear if isinstance(each, ReducedCodedLinear) else nn.Linear
             return
         rows = first.weight.data if len(found) == 1 else torch.cat([each.weight.data for each in found])
-        bias = torch.cat([each.bias.data for each in found]) if first.bias is not None else None
+        is_part = isinstance(first, ReducedCodedLinear)
+        bias = torch.cat([each.bias.data for each in found]) if first.bias is not None and not is_part else None
         sizes = [len(each.weight) for each in found]
         pack = CodedPack(first.coding, rows, bias, sizes, first.dtype, first.order)
         for place, member in enumerate(found):
             del member.weight, member.coding, member.dtype, member.order
-            member.__class__ = PackedCodedLinear
+            member.__class__ = PackedReducedLinear if is_part else PackedCodedLinear
             member.pack, member.place = pack, place
 
 
@@ -298,7 +359,10 @@ def _is_tiled(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _fit(members: Sequence[Any]) -> bool:
     """True for layers whose weights may be laid out together."""
-    if not all(type(each) is CodedLinear for each in members):
+    if not all(isinstance(each, CodedLinear) for each in members):
         return False
-    kinds = {(each.coding, each.bias is None, each.dtype) for each in members}
-    return len(kinds) == 1 and (len(members) == 1 or all(each.order is None for each in members))
+    if has_kernel(members[0].coding, members[0].weight.device):
+        return False
+    if len(members) > 1 and any(type(each) is not CodedLinear or each.order is not None for each in members):
+        return False
+    return len({(each.coding, each.bias is None, each.dtype) for each in members}) == 1

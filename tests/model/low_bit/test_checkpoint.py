@@ -12,11 +12,15 @@ from safetensors.torch import load_file
 
 from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams
 from lpr.cli.generate import main as generate
+from lpr.model import loader
 from lpr.model.loader import load, model_digest
 from lpr.model.low_bit.formats import read_format
-from lpr.model.low_bit.layers import CodedExperts, PackedCodedLinear, coded_modules
+from lpr.model.low_bit.layers import CodedExperts, CodedLinear, PackedCodedLinear, coded_modules
 from tests.fakes.low_bit_checkpoints import CASES, Case, compressed, finish, packed, write
 from tests.fakes.models import stock_greedy
+from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
+
+__all__ = ["gpu", "guard"]
 
 PROMPTS = [[(7 * i + i * i) % 89 + 2 for i in range(19)], [(5 * i + 3 * i * i) % 83 + 4 for i in range(33)]]
 DECODES = [DecodeConfig.autoregressive(max_batch_size=1), DecodeConfig(max_batch_size=2, trie_nodes=16)]
@@ -274,3 +278,22 @@ class _Config:
 
     def get_text_config(self, decoder: bool) -> _Config:
         return self
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_ids_on_a_pretend_gpu(gpu: PretendGpu, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers keep their codes, which a kernel reads; experts are widened."""
+    case = MXFP4 if family == "gpt_oss" else CASES["gptq-asymmetric"]
+    reference = write(tmp_path, case, family, **EXPERTS.get(family, {}))
+
+    def read_there(where: torch.device, read: Any, dtype: Any) -> Any:
+        model, info = read(dtype=dtype)
+        return to_gpu(model), info
+
+    monkeypatch.setattr(loader, "_read_to", read_there)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_: module)  # it is there
+    engine = Engine.from_pretrained(str(tmp_path), device="cuda", dtype="float32")
+    found = coded_modules(engine.model.model)
+    assert {type(each) for _, each in found} == (set() if family == "gpt_oss" else {CodedLinear})
+    assert family == "gpt_oss" or engine.model.capturer is not None
+    check_ids(engine, reference, 8)
