@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -242,6 +243,19 @@ class LowBitQuantizer(HfQuantizer):
                     each = made
             found.append(each)
         return found + self.get_weight_conversions()
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> PreTrainedModel:
+        """Raise Unreadable for a bias that the model would leave out: AutoGPTQ writes zeros, and others may not."""
+        without = {name for name, each in model.named_modules() if getattr(each, "bias", 0) is None}
+        for path in checkpoint_files or ():
+            if path.endswith(".safetensors"):
+                with safe_open(path, "pt") as file:
+                    keys = [key for key in file.keys() if key.endswith(".bias") and key[:-5] in without]  # noqa: SIM118
+                    if wrong := next((key for key in keys if file.get_tensor(key).any()), None):
+                        raise Unreadable(f"{self.reading.form.method}: the model has no place for {wrong}")
+        return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for key, coded in self.reading.found.items():

@@ -197,8 +197,9 @@ def cut_scale(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name] = tensors[name][:1]
 
 
-def add_scale(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["lm_head.weight_scale_inv"] = torch.ones(4, 4)
+def tie_head(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors["model.embed_tokens.weight_scale_inv"] = tensors[f"{name}_scale_inv"]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +208,7 @@ def add_scale(tensors: dict[str, torch.Tensor]) -> None:
         (spoil_scale, "scales that are not finite"),
         (spoil_weight, "weights that are NaN"),
         (drop_scale, "weights in 8 bits without a scale"),
+        (tie_head, "no low-bit weights of model.embed_tokens"),
         (cut_scale, r"scales of shape \[1, 4\], not \[3, 4\]"),
     ],
 )
@@ -226,6 +228,18 @@ def test_scales_that_no_config_tells_of_are_refused(name: str, tmp_path: Path) -
     finish(tmp_path, load_file(tmp_path / "model.safetensors"), None)
     with pytest.raises(InputError, match="lack|are not read, the first"):
         Engine.from_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_bias_that_the_model_has_not_may_only_be_zero(value: float, tmp_path: Path) -> None:
+    """AutoGPTQ writes zeros for layers without a bias."""
+    reference = write(tmp_path, CASES["gptq"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    finish(tmp_path, {**tensors, "model.layers.1.mlp.up_proj.bias": torch.full((96,), value)}, CASES["gptq"].config)
+    if not value:
+        return check_ids(Engine.from_pretrained(str(tmp_path)), reference, 8)
+    with pytest.raises(InputError, match="no place for model.layers.1.mlp.up_proj.bias"):
+        load(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["gptq-asymmetric", "fp8-small-blocks"])
