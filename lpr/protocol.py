@@ -54,8 +54,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     """Why a request has ended with `finish_reason` "error"."""
 
     code: ErrorCode
-    message: str
-    """One line."""
+    message: str  # one line
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -102,29 +101,21 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one output position, before penalties, temperature and top-k/top-p/min-p."""
 
-    logprob: float
-    """Of the chosen token."""
-    top: list[tuple[int, float]] = []
-    """The most likely tokens and theirs, most likely first."""
+    logprob: float  # of the chosen token
+    top: list[tuple[int, float]] = []  # the most likely tokens and theirs, most likely first
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
     """The work that a request took since the ranks began or resumed it."""
 
-    num_steps: int = 0
-    """Decode steps."""
-    num_fill_steps: int = 0
-    """Steps of chunked prefill."""
-    num_cached: int = 0
-    """Prompt tokens found in the prefix cache."""
+    num_steps: int = 0  # decode steps
+    num_fill_steps: int = 0  # steps of chunked prefill
+    num_cached: int = 0  # prompt tokens found in the prefix cache
     drafted: int = 0
     accepted: int = 0
-    accepted_per_depth: list[int] = []
-    """Accepted speculative tokens by depth in the tree; the first is depth 1."""
-    by_source: dict[str, tuple[int, int]] = {}
-    """Drafted and accepted nodes by draft source."""
-    num_tokens: int = 0
-    """Tokens emitted in these steps."""
+    accepted_per_depth: list[int] = []  # accepted speculative tokens by depth in the tree; the first is depth 1
+    by_source: dict[str, tuple[int, int]] = {}  # drafted and accepted nodes by draft source
+    num_tokens: int = 0  # tokens emitted in these steps
 
 
 class Chunk(msgspec.Struct, array_like=True):

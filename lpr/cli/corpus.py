@@ -30,8 +30,7 @@ from lpr.native import SuffixIndex
 
 PIECE = 1 << 16
 """Characters tokenised as one string, cut at the end of a line: only tokens across that cut can differ."""
-BATCH = 1 << 20
-"""Characters tokenised in one call."""
+BATCH = 1 << 20  # characters tokenised in one call
 Skip = Callable[[str], None]
 
 

@@ -22,8 +22,7 @@ class Run:
     num_steps: int
     num_tokens: int
     seconds: float
-    equal: bool | None
-    """True if the tokens are those of plain decoding; None for plain decoding itself."""
+    equal: bool | None  # True if the tokens are those of plain decoding; None for plain decoding itself
 
     @property
     def tokens_per_step(self) -> float:

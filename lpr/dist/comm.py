@@ -26,14 +26,11 @@ _REPORT_BYTES = 512
 class Comm:
     """The ranks as a step sees them. `Comm()` is a world of one rank, `ProcessComm` one of several processes."""
 
-    tp_rank: int = 0
-    """This rank's place among the ranks that share its replica."""
-    tp_size: int = 1
-    """Ranks per replica."""
+    tp_rank: int = 0  # this rank's place among the ranks that share its replica
+    tp_size: int = 1  # ranks per replica
     tp_mesh: DeviceMesh | None = None
     """The ranks that share this replica's weights, for the model layer; None where each rank holds all of them."""
-    num_sharing: int = 1
-    """Ranks that share this rank's memory, itself included."""
+    num_sharing: int = 1  # ranks that share this rank's memory, itself included
     membership: Membership | None = None
     """How the mesh changes when ranks are lost or replaced; None where a lost rank is the loss of the job."""
 

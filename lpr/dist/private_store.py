@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from lpr.dist.store_server import HEAD, MOST_MESSAGE, MOST_WAIT, Answer, Request
 
-ANSWER_SECONDS = 20.0
-"""Seconds, beyond those of a wait, within which the supervisor answers or counts as gone."""
+ANSWER_SECONDS = 20.0  # seconds, beyond those of a wait, within which the supervisor answers or counts as gone
 _answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
 
 

@@ -24,14 +24,10 @@ from lpr.dist.errors import CommError, comm_errors
 
 BEAT_EVERY = 1.0
 """Seconds between two heartbeats of a rank, and between two looks of a rank that waits for an announcement."""
-MOST_BROADCASTS = 16
-"""Broadcasts in a row after which the ranks gather once: what is older has been read by all."""
-PIECE_BYTES = 1 << 20
-"""Longest value that is written to the store at once; a TCPStore takes 8 MiB."""
-MOST_MESSAGES = 4
-"""Long messages of a member that stay in the store: those of the latest epochs."""
-POLL = 0.01
-"""Seconds between two looks at the arrivals of an epoch."""
+MOST_BROADCASTS = 16  # broadcasts in a row after which the ranks gather once: what is older has been read by all
+PIECE_BYTES = 1 << 20  # longest value that is written to the store at once; a TCPStore takes 8 MiB
+MOST_MESSAGES = 4  # long messages of a member that stay in the store: those of the latest epochs
+POLL = 0.01  # seconds between two looks at the arrivals of an epoch
 GONE = "the rendezvous store does not answer, so the job has ended"
 
 
@@ -51,19 +47,15 @@ class Member:
 class Arrival(msgspec.Struct, frozen=True):
     """The state of a member that comes to a new epoch."""
 
-    known: int
-    """Number of the last collective whose result it has."""
-    broadcast: int = 0
-    """Bytes of the next collective if that is a broadcast which it has begun, else 0."""
+    known: int  # number of the last collective whose result it has
+    broadcast: int = 0  # bytes of the next collective if that is a broadcast which it has begun, else 0
 
 
 class Decision(msgspec.Struct, frozen=True):
     """The replicas that work together in an epoch."""
 
-    replicas: list[int]
-    """In the order of their ranks. The driver is the first rank of the first one."""
-    planned: bool = False
-    """True if a command led to the epoch, false if a loss did."""
+    replicas: list[int]  # In the order of their ranks. The driver is the first rank of the first one.
+    planned: bool = False  # True if a command led to the epoch, false if a loss did
 
 
 class JobStore:
@@ -72,8 +64,7 @@ class JobStore:
     def __init__(self, store: dist.Store) -> None:
         """`store` is this thread's own connection."""
         self._store = store
-        self._messages: list[str] = []
-        """Keys of this rank's messages, the oldest first."""
+        self._messages: list[str] = []  # keys of this rank's messages, the oldest first
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
@@ -143,8 +134,7 @@ class Rendezvous:
     def __init__(self, store: dist.Store, member: Member, tp_size: int = 1) -> None:
         """For `member` of a job whose replicas have `tp_size` ranks; `store` is this thread's own connection."""
         self.member, self.tp_size, self.store = member, tp_size, JobStore(store)
-        self._announced = -1, 0
-        """An epoch, and the number of its next announcement."""
+        self._announced = -1, 0  # an epoch, and the number of its next announcement
 
     def members(self, replicas: Sequence[int]) -> list[Member]:
         """The members of `replicas`, in the order of their world ranks."""
@@ -275,8 +265,7 @@ def _announcement(epoch: int, number: int) -> str:
     return f"epoch/{epoch}/announcement/{number}"
 
 
-Result = torch.Tensor | bytes
-"""Of a gather, int32 [ranks, words], or of a broadcast."""
+Result = torch.Tensor | bytes  # of a gather, int32 [ranks, words], or of a broadcast
 
 
 class Results:
@@ -287,8 +276,7 @@ class Results:
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self.completed = 0
-        """Number of the last collective that has ended for this rank."""
+        self.completed = 0  # number of the last collective that has ended for this rank
         self._rendezvous = rendezvous
         self._by_number: dict[int, Result] = {}
 

@@ -14,14 +14,10 @@ import threading
 
 import msgspec
 
-MOST_MESSAGE = 8 << 20
-"""Bytes of the longest request or answer."""
-MOST_WAIT = 10.0
-"""Seconds that the store waits for keys before it answers that they are missing."""
-CLOSE_SECONDS = 5.0
-"""Time for the thread to end."""
-HEAD = struct.Struct("!I")
-"""The length of a message comes first."""
+MOST_MESSAGE = 8 << 20  # bytes of the longest request or answer
+MOST_WAIT = 10.0  # seconds that the store waits for keys before it answers that they are missing
+CLOSE_SECONDS = 5.0  # time for the thread to end
+HEAD = struct.Struct("!I")  # the length of a message comes first
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -47,8 +43,7 @@ class StoreServer:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waiting: dict[str, set[asyncio.Event]] = {}
-        """By key, who waits for it."""
+        self._waiting: dict[str, set[asyncio.Event]] = {}  # by key, who waits for it
         self._tasks: set[asyncio.Task[None]] = set()
         self._doors: set[socket.socket] = set()
         self._loop = asyncio.new_event_loop()

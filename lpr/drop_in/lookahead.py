@@ -214,12 +214,9 @@ class EngineCache:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self._made_for: tuple[Any, ...] | None = None
-        self._free = threading.Condition()
-        """Notified when a call ends, or has made the engine."""
-        self._callers: set[int] = set()
-        """Threads whose calls the engine works on."""
-        self._mode = ExitStack()
-        """Restores the model's mode after the last call."""
+        self._free = threading.Condition()  # notified when a call ends, or has made the engine
+        self._callers: set[int] = set()  # threads whose calls the engine works on
+        self._mode = ExitStack()  # restores the model's mode after the last call
 
     def __reduce__(self) -> tuple[type[EngineCache], tuple[()]]:
         return EngineCache, ()

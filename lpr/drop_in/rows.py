@@ -85,14 +85,11 @@ class OutputRow:
     def __init__(self, index: int, num_pads: int, batch: OutputBatch) -> None:
         self.index = index
         self.batch = batch
-        self.length = batch.num_prompt
-        """Tokens so far, padding and prompt included."""
-        self.finished_at: int | None = None
-        """Its length when a stopping criterion ended it."""
+        self.length = batch.num_prompt  # tokens so far, padding and prompt included
+        self.finished_at: int | None = None  # its length when a stopping criterion ended it
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
-        self.failure: Exception | None = None
-        """The exception of a processor."""
+        self.failure: Exception | None = None  # the exception of a processor
         self._pads = batch.prompt_ids[index : index + 1, :num_pads]
         self._functions = batch.processors
         if batch.num_rows > 1:  # SynthID has state per row

@@ -41,16 +41,12 @@ _FUSED = ("qkv_proj", "query_key_value")
 class Weights:
     """Equal parameters of several layers: `count` tensors of `shape` that the plan splits by `style`."""
 
-    name: str
-    """Name with * in the place of the layer's number."""
+    name: str  # name with * in the place of the layer's number
     shape: tuple[int, ...]
     count: int
-    style: str | None
-    """The plan's style; None: every rank of a replica holds all of it."""
-    is_lookup: bool
-    """An embedding that is not the output head too: a step reads a row per token and not the whole."""
-    is_expert: bool
-    """Experts along the first axis, of which a token uses few."""
+    style: str | None  # the plan's style; None: every rank of a replica holds all of it
+    is_lookup: bool  # an embedding that is not the output head too: a step reads a row per token and not the whole
+    is_expert: bool  # experts along the first axis, of which a token uses few
 
 
 @dataclass(frozen=True)
@@ -91,8 +87,7 @@ class KeptState:
 class Collective:
     """A collective after `count` modules, over `width` values of each token."""
 
-    kind: str
-    """"all_reduce" or "all_gather"."""
+    kind: str  # "all_reduce" or "all_gather"
     width: int
     count: int
     per_result: bool
@@ -115,24 +110,17 @@ class ModelFacts:
 
     name: str
     model_type: str
-    dtype: str
-    """The checkpoint's own, bfloat16 if the config does not say."""
+    dtype: str  # the checkpoint's own, bfloat16 if the config does not say
     weights: tuple[Weights, ...]
     kept: tuple[KeptRows, ...]
-    states: tuple[KeptState, ...]
-    """Of recurrent layers, whole on every rank."""
-    indexer_heads: int
-    """Heads of sparse attention's indexers, which score every key."""
-    collectives: tuple[Collective, ...]
-    """Of one forward along tp; empty without a plan."""
-    has_plan: bool
-    """transformers has a tensor-parallel plan for this model type."""
-    splits_queries: bool
-    """The plan gives each rank its own query heads."""
+    states: tuple[KeptState, ...]  # of recurrent layers, whole on every rank
+    indexer_heads: int  # heads of sparse attention's indexers, which score every key
+    collectives: tuple[Collective, ...]  # of one forward along tp; empty without a plan
+    has_plan: bool  # transformers has a tensor-parallel plan for this model type
+    splits_queries: bool  # the plan gives each rank its own query heads
     splits_kv: bool
     """The plan gives each rank its own key/value heads; latent attention keeps its one latent on all ranks."""
-    fused_heads: bool
-    """The plan splits a projection that holds queries and keys together."""
+    fused_heads: bool  # the plan splits a projection that holds queries and keys together
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -297,10 +285,8 @@ class Planned:
 
     name: str
     config: PretrainedConfig
-    decode: dict[str, int]
-    """Fields of DecodeConfig that the file sets; budgets per rank."""
-    origin: str
-    """Source of the facts, for the reader."""
+    decode: dict[str, int]  # fields of DecodeConfig that the file sets; budgets per rank
+    origin: str  # source of the facts, for the reader
 
 
 def preset_names() -> list[str]:

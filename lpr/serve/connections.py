@@ -25,8 +25,7 @@ else:
 
 _READ, _READ_LITTLE = 16 << 10, 1 << 10
 """Bytes that one connection may bring in one turn of the event loop: of a body, and of what may be small pieces."""
-GONE = "lpr.gone"
-"""Extension of a request's scope: a function that returns True if its client has gone."""
+GONE = "lpr.gone"  # extension of a request's scope: a function that returns True if its client has gone
 _END_OF_HEAD = re.compile(rb"[^\r\n]\r?\n\r?\n")
 
 
@@ -62,15 +61,12 @@ class Connection(_Base):
     def __init__(self, *args: Any, port: Port, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._port = port
-        self._head = bytearray()
-        """The incomplete head, and what came with its end."""
+        self._head = bytearray()  # the incomplete head, and what came with its end
         self._head_size = 0
         self._besides = 0
         """Bytes since the head that were no body: a next request, or what surrounds the pieces of a body."""
-        self._body = self._framing = 0
-        """Bytes of the body so far, and of what surrounds its pieces."""
-        self._is_ahead = False
-        """True if the client has sent too many requests ahead of their answers."""
+        self._body = self._framing = 0  # bytes of the body so far, and of what surrounds its pieces
+        self._is_ahead = False  # True if the client has sent too many requests ahead of their answers
         self.socket: socket.socket | None = None
         self._waits: Waits | None = Waits.HEAD
 
@@ -243,8 +239,7 @@ class H11Connection(Connection, H11Protocol):
     """A connection whose requests h11 reads."""
 
 
-KINDS: dict[str, type[Connection]] = {"h11": H11Connection}
-"""Classes of connections by the name of their parser."""
+KINDS: dict[str, type[Connection]] = {"h11": H11Connection}  # classes of connections by the name of their parser
 with contextlib.suppress(ImportError):
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 

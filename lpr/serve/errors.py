@@ -53,14 +53,11 @@ ANTHROPIC_KINDS = {
     504: "timeout_error",
 }
 """The same in Anthropic's API."""
-RETRY_AFTER = 5
-"""Seconds after which a client may try a 503 again, where nothing better is known."""
+RETRY_AFTER = 5  # seconds after which a client may try a 503 again, where nothing better is known
 LONGEST_MESSAGE, LONGEST_NAME = 1000, 200
 """Characters of an error's message and of a field's name: a client may have sent megabytes of them."""
-TAG = "one-"
-"""Begins the tags of unions, which have no place in a field's name: a minus is in none."""
-_NAMED = re.compile(r"([a-z][a-z0-9_.]*): ")
-"""How the message of an error about a whole body names a field."""
+TAG = "one-"  # begins the tags of unions, which have no place in a field's name: a minus is in none
+_NAMED = re.compile(r"([a-z][a-z0-9_.]*): ")  # how the message of an error about a whole body names a field
 _TYPE_NAMES = ("str", "int", "float", "bool", "none")
 
 
@@ -75,8 +72,7 @@ class ApiError(Exception):
         self.param = param
         self.status = STATUS.get(code, 400)
         self.retry_after = RETRY_AFTER if retry_after is None and self.status == 503 else retry_after
-        self.shown_code = SHOWN.get(code, code.value)
-        """`code` in the body."""
+        self.shown_code = SHOWN.get(code, code.value)  # `code` in the body
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same error of a body that has other `names` for some fields."""

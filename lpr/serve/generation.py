@@ -43,10 +43,8 @@ class Choice:
     sources: list[str] = field(default_factory=list)
     num_steps: int = 0
     finish_reason: str | None = None
-    is_complete: bool = False
-    """True once a limit has ended the text. Then only the usage is still to come."""
-    stop_reason: int | str | None = None
-    """The stop string, or the id of `stop_token_ids`, that ended it."""
+    is_complete: bool = False  # True once a limit has ended the text. Then only the usage is still to come.
+    stop_reason: int | str | None = None  # the stop string, or the id of `stop_token_ids`, that ended it
     error: ApiError | None = None
     usage: Usage | None = None
 
@@ -111,8 +109,7 @@ class Generation:
         self._all = [*self.scored, *self.choices]
         self._by_id: dict[RequestId, Choice] = {choice.job.id: choice for choice in self._all}
         self._gone: asyncio.Task[None] | None = None
-        self.keeps_logprobs = True
-        """False for a stream, which shows each step's and needs them no more."""
+        self.keeps_logprobs = True  # False for a stream, which shows each step's and needs them no more
 
     async def __aenter__(self) -> Generation:
         self._gone = asyncio.create_task(_disconnect(self._receive))

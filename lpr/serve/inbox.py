@@ -18,8 +18,7 @@ class Alarm:
 
     def __init__(self, ring: Callable[[], None]) -> None:
         """Call `ring` each time that `at` has passed."""
-        self.at: float | None = None
-        """By the clock of the event loop; None: never."""
+        self.at: float | None = None  # by the clock of the event loop; None: never
         self._ring = ring
         self._timer: asyncio.TimerHandle | None = None
 
@@ -54,8 +53,7 @@ class Inbox:
     def __init__(self) -> None:
         """Begin empty."""
         self._chunks: deque[Chunk] = deque()
-        self.size = 0
-        """Bytes of these, about."""
+        self.size = 0  # bytes of these, about
         self._waiting: asyncio.Future[None] | None = None
         self._alarm = Alarm(self.wake)
 

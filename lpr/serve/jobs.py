@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from lpr.config import SamplingParams
 from lpr.serve.inbox import Inbox
 
-SUSPECT_DEATHS = 2
-"""Deaths of all ranks in a row, without a token in between, that make a request a suspect."""
+SUSPECT_DEATHS = 2  # deaths of all ranks in a row, without a token in between, that make a request a suspect
 LONE_DEATHS = 2
 """Deaths in a row, without a token in between, while the ranks worked on one request alone, that convict it."""
 
@@ -28,18 +27,15 @@ class Wanted:
 
     prompt_ids: list[int]
     params: SamplingParams
-    delivered: Sequence[int] = ()
-    """Output ids that another service has delivered: the text goes on after them."""
-    prediction: Sequence[int] = ()
-    """Ids that the output is likely to repeat in large part."""
+    delivered: Sequence[int] = ()  # output ids that another service has delivered: the text goes on after them
+    prediction: Sequence[int] = ()  # ids that the output is likely to repeat in large part
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """How the texts of a request are treated. The same for all of them."""
 
-    key: str = ""
-    """Name of the client's API key: its share of the slots and of the queue. "" without keys."""
+    key: str = ""  # Name of the client's API key: its share of the slots and of the queue. "" without keys.
     tenant: str = ""
     priority: int = 0
     details: bool = False
@@ -57,27 +53,21 @@ class Job:
     arrived: float = field(default_factory=time.monotonic)
     was_given: bool = False
     """True once a driver got it. The ranks may hold it since then, also after that driver was lost."""
-    begun: float | None = None
-    """When it got a slot for the first time."""
-    first: float | None = None
-    """When its first token came."""
+    begun: float | None = None  # when it got a slot for the first time
+    first: float | None = None  # when its first token came
     latest: float | None = None
     ended: float | None = None
     token_ids: list[int] = field(default_factory=list)
     """Delivered so far. With the prompt, all that restarted ranks need to continue."""
-    num_delivered: int = 0
-    """How many of these another service has delivered."""
+    num_delivered: int = 0  # how many of these another service has delivered
     num_characters: int | None = 0
     """Characters of text delivered so far. None until the driver says how many those of another service were."""
-    deaths: int = 0
-    """How often in a row all ranks died while they worked on this, without a token in between."""
+    deaths: int = 0  # how often in a row all ranks died while they worked on this, without a token in between
     prediction: Sequence[int] = ()
     predicted: tuple[int, int] = (0, 0)
     """Tokens drafted from the prediction, and those of them in the output (lpr.protocol.Submit)."""
-    lone_deaths: int = 0
-    """How often in a row they worked on nothing else then."""
-    is_complete: bool = False
-    """True once it has all the text that is wanted. Then only the usage is still to come."""
+    lone_deaths: int = 0  # how often in a row they worked on nothing else then
+    is_complete: bool = False  # True once it has all the text that is wanted. Then only the usage is still to come.
 
     @property
     def num_to_fill(self) -> int:
@@ -95,10 +85,8 @@ class Jobs:
 
     def __init__(self) -> None:
         self._open: dict[int, Job] = {}
-        self.held: dict[int, Job] = {}
-        """Jobs that are ready and not given, in the order in which they are given."""
-        self._given: dict[int, Job] = {}
-        """Jobs that the driver has, in the order in which it got them."""
+        self.held: dict[int, Job] = {}  # jobs that are ready and not given, in the order in which they are given
+        self._given: dict[int, Job] = {}  # jobs that the driver has, in the order in which it got them
 
     def __len__(self) -> int:
         return len(self._open)

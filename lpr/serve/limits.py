@@ -14,14 +14,10 @@ from lpr.sched.queue import MOST_PRIORITY
 class Limit(NamedTuple):
     """One limit. Beyond it the client gets `answer`, and nothing has been computed for it."""
 
-    what: str
-    """What is counted, with its unit."""
-    most: int
-    """The largest value that is accepted."""
-    answer: str
-    """HTTP status beyond it, or what happens instead."""
-    flag: str = ""
-    """Flag of lpr.serve that sets another value; `most` is its default."""
+    what: str  # what is counted, with its unit
+    most: int  # the largest value that is accepted
+    answer: str  # HTTP status beyond it, or what happens instead
+    flag: str = ""  # flag of lpr.serve that sets another value; `most` is its default
 
 
 CONNECTIONS = Limit("connections of a port", 2048, "503", "--max-connections")

@@ -10,8 +10,7 @@ from pathlib import Path
 from lpr.protocol import ProtocolError
 from lpr.serve.messages import PROTOCOL, FrameReader, Hello, ToDriver, ToFront, frame, is_ours
 
-_FAREWELL = 1.0
-"""Seconds for what was sent last to leave."""
+_FAREWELL = 1.0  # seconds for what was sent last to leave
 
 
 class Link:
@@ -103,8 +102,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, link: Link) -> None:
         self._link = link
         self._frames = FrameReader(ToFront)
-        self.greeted = False
-        """True once its Hello was taken."""
+        self.greeted = False  # True once its Hello was taken
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

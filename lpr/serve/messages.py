@@ -20,10 +20,8 @@ import msgspec
 from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Abort, Chunk, ProtocolError, Stop, Submit
 
-PROTOCOL = 9
-"""Version of these messages. A driver of another version is refused."""
-MAX_MESSAGE = 1 << 30
-"""Longest message in bytes. A greater length is noise."""
+PROTOCOL = 9  # Version of these messages. A driver of another version is refused.
+MAX_MESSAGE = 1 << 30  # Longest message in bytes. A greater length is noise.
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -79,8 +77,7 @@ class Facts(Message, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     tokenizer: str  # JSON of the fast tokenizer that the driver uses
     special_tokens: dict[str, str] = {}  # bos_token, eos_token and so on, for chat templates
-    chat_templates: dict[str, str] = {}
-    """Jinja source by name; "default" is the one without a name."""
+    chat_templates: dict[str, str] = {}  # Jinja source by name; "default" is the one without a name
     generation: dict[str, int | float] = {}
     """Numbers of the model's generation_config.json, such as temperature and top_p."""
 

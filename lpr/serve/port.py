@@ -24,16 +24,12 @@ from lpr.serve.errors import RETRY_AFTER
 
 RESERVED_FILES = 128
 """File descriptors for the link to the ranks, child processes, files, refused connections and --metrics-port."""
-FEWEST = 8
-"""Connections that are accepted even if files are scarce."""
-_ACCEPTS = 16
-"""Connections that are accepted in one turn of the event loop."""
-_MOST_REFUSED = 16
-"""Refused connections that stay open until their client has read why."""
+FEWEST = 8  # connections that are accepted even if files are scarce
+_ACCEPTS = 16  # connections that are accepted in one turn of the event loop
+_MOST_REFUSED = 16  # refused connections that stay open until their client has read why
 MOST_LINGERING = 32
 """Connections that stay open after an early answer. Reading what so many clients still send costs time."""
-SWEEP_SECONDS = 0.5
-"""How often connections that have waited too long are ended."""
+SWEEP_SECONDS = 0.5  # how often connections that have waited too long are ended
 
 
 class Port:

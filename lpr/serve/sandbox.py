@@ -24,10 +24,8 @@ from lpr.serve.errors import ApiError
 from lpr.serve.sandboxed import PATIENCE, PREPARE, Result, Task, frame, patience
 from lpr.serve.turns import Turns
 
-START_SECONDS = 60.0
-"""Time for a process to start, and to prepare."""
-SPARE_SECONDS = 2.0
-"""Time that a process has, beyond that of a task, to tell of its end."""
+START_SECONDS = 60.0  # time for a process to start, and to prepare
+SPARE_SECONDS = 2.0  # time that a process has, beyond that of a task, to tell of its end
 _KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 """Variables that the process gets: no keys."""
 _SINGLE = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -47,10 +47,8 @@ class Service:
         self._jobs = Jobs()
         self._interrupted: list[Job] = []
         """Jobs that had a slot when the driver was lost, until it is known whether all ranks died."""
-        self._active = time.monotonic()
-        """When the driver last got a request or sent a token."""
-        self._paused: float | None = None
-        """When requests with a slot stopped because the driver was lost."""
+        self._active = time.monotonic()  # when the driver last got a request or sent a token
+        self._paused: float | None = None  # when requests with a slot stopped because the driver was lost
         self._durations: deque[float] = deque(maxlen=64)
         self._idle = asyncio.Event()
         self._idle.set()

@@ -36,8 +36,7 @@ class Turns:
         self._num_workers, self._weights = num_workers, weights
         self._waiting: list[_Task] = []
         self._running: dict[asyncio.Task[None], _Task] = {}
-        self._used: defaultdict[str, float] = defaultdict(float)
-        """By key, seconds of workers over its weight."""
+        self._used: defaultdict[str, float] = defaultdict(float)  # by key, seconds of workers over its weight
 
     def __len__(self) -> int:
         """Tasks that wait or run."""

@@ -20,8 +20,7 @@ class Running:
     """One running request."""
 
     state: ChainState
-    num_learnt: int
-    """Tokens that no other request is to learn, or has learnt; at first those of the prompt."""
+    num_learnt: int  # tokens that no other request is to learn, or has learnt; at first those of the prompt
 
 
 class Trees:

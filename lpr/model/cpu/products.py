@@ -85,8 +85,7 @@ class PrepackedLinear(nn.Linear):
 
     pack: Prepacked
     place: int
-    tied: weakref.ref[nn.Parameter]
-    """The weight as a parameter; it lives on if it is that of an embedding, too."""
+    tied: weakref.ref[nn.Parameter]  # the weight as a parameter; it lives on if it is that of an embedding, too
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]

@@ -12,10 +12,8 @@ from torch import Tensor
 from lpr.model.kernels import device_of
 from lpr.model.kernels.elementwise_code import gate_rows, normalise, rotate_heads
 
-_HEADS = 8
-"""Heads that a program rotates."""
-_GATED = 1024
-"""Values that a program gates."""
+_HEADS = 8  # heads that a program rotates
+_GATED = 1024  # values that a program gates
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, weighing: int, added: Tensor | None = None) -> Tensor:

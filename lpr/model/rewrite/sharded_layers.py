@@ -40,8 +40,7 @@ class VocabularyEmbedding(nn.Embedding):
     """An embedding of which every rank has some rows."""
 
     group: dist.ProcessGroup
-    first: int
-    """The first token of them."""
+    first: int  # the first token of them
 
     def forward(self, input: Tensor) -> Tensor:
         """The embeddings of all tokens, each of which one rank has."""
@@ -56,8 +55,7 @@ class VocabularyHead(nn.Linear):
     """An output head that is split along the vocabulary: in a step this rank's logits, elsewhere all of them."""
 
     group: dist.ProcessGroup
-    first: int
-    """The first token of this rank's part."""
+    first: int  # the first token of this rank's part
 
     def forward(self, input: Tensor) -> Tensor:
         """Within a step [..., part], for `whole` to gather outside of a compiled forward; else [..., vocabulary]."""

@@ -35,8 +35,7 @@ class Processors:
 
     def __init__(self, functions: Sequence[Processor]) -> None:
         self.functions = tuple(functions)
-        self.failure: str | None = None
-        """One line on why the last failed node failed, on the rank that evaluated it."""
+        self.failure: str | None = None  # one line on why the last failed node failed, on the rank that evaluated it
 
     @property
     def are_row_by_row(self) -> bool:
@@ -152,14 +151,10 @@ class ProcessorPath:
     """The results of one sequence in a step, for following its choices through its processors."""
 
     processors: Processors
-    tokens: Sequence[int]
-    """Committed tokens, the root included."""
-    start: int
-    """Index of its first result among the rows of the step's logits."""
-    node_tokens: Sequence[int]
-    """The tokens of the evaluated nodes; the first is the root."""
-    node_parents: Sequence[int]
-    """Their parents, as indices into `node_tokens`; parents come first."""
+    tokens: Sequence[int]  # committed tokens, the root included
+    start: int  # index of its first result among the rows of the step's logits
+    node_tokens: Sequence[int]  # the tokens of the evaluated nodes; the first is the root
+    node_parents: Sequence[int]  # their parents, as indices into `node_tokens`; parents come first
 
     def follow(self, logits: Tensor, chosen: Tensor, pick: Pick) -> None:
         """Replace this sequence's part of `chosen` [n] by processed choices; `logits` are the step's [n, V].

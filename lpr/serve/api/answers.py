@@ -21,21 +21,16 @@ from lpr.serve.generation import Choice, DisconnectedError, Event, Generation
 from lpr.serve.inbox import Alarm
 from lpr.serve.text.served import Served
 
-KEEP_ALIVE = 10.0
-"""Seconds without an event after which a stream sends a comment."""
-LARGE = 2048
-"""Tokens of an answer above which it is written beside the event loop."""
-BLOCK = 1024
-"""Bytes to whose multiples `--pad-stream` fills up whatever a stream sends at once."""
+KEEP_ALIVE = 10.0  # seconds without an event after which a stream sends a comment
+LARGE = 2048  # tokens of an answer above which it is written beside the event loop
+BLOCK = 1024  # bytes to whose multiples `--pad-stream` fills up whatever a stream sends at once
 
 
 class Form:
     """The shape of an endpoint's answers, as JSON values."""
 
-    ends_with_done: ClassVar[bool] = True
-    """True if a stream ends with OpenAI's `[DONE]`."""
-    is_heavy = False
-    """True if a stream's events can be so large that they are made beside the event loop."""
+    ends_with_done: ClassVar[bool] = True  # True if a stream ends with OpenAI's `[DONE]`
+    is_heavy = False  # True if a stream's events can be so large that they are made beside the event loop
 
     def whole(self, choices: Sequence[Choice]) -> Any:
         """The answer of finished choices."""

@@ -26,10 +26,8 @@ class Block:
     index: int
     kind: Literal["thought", "text", "call"]
     id: str
-    name: str = ""
-    """The function's, of a call."""
-    text: str = ""
-    """Of a call, its arguments as JSON."""
+    name: str = ""  # the function's, of a call
+    text: str = ""  # of a call, its arguments as JSON
 
 
 class BlockForm(Form):

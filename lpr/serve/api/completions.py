@@ -25,8 +25,7 @@ from lpr.serve.text.tokens import Tokens
 
 router = APIRouter(route_class=JsonRoute)
 
-MOST_IN_HOLE = 512
-"""Tokens of a middle where `max_tokens` is left out, if they fit."""
+MOST_IN_HOLE = 512  # tokens of a middle where `max_tokens` is left out, if they fit
 
 
 @router.post("/v1/completions", summary="Continue a prompt, or fill in the middle", responses=STREAM)
@@ -169,8 +168,7 @@ class _CompletionForm(OpenAIForm):
         self._logprobs = body.logprobs
         self._n, self._per_prompt = body.n or 1, _best_of(body)
         self._prompts, self._echoes = prompts, echoes
-        self._offsets: dict[int, int] = {}
-        """Per choice, the characters that a stream has shown log-probabilities of."""
+        self._offsets: dict[int, int] = {}  # per choice, the characters that a stream has shown log-probabilities of
 
     def choices(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         shown: list[dict[str, Any]] = []

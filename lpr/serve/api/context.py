@@ -34,8 +34,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {}}}}
 }
 """In the schema of an endpoint whose answers can be streams."""
-NUM_THREADS = 2
-"""Long texts that are encoded at once."""
+NUM_THREADS = 2  # long texts that are encoded at once
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -47,12 +46,9 @@ class Context:
     service: Service
     metrics: Metrics
     request_timeout: float  # in seconds
-    share_drafts: str = "key"
-    """Requests that share drafts: "none", those of a "key", or "all"."""
-    pad_stream: bool = False
-    """Pad what streams send to blocks of one size."""
-    stream_interval: float = 0.0
-    """Seconds between the events of a stream; 0: one event per step."""
+    share_drafts: str = "key"  # requests that share drafts: "none", those of a "key", or "all"
+    pad_stream: bool = False  # pad what streams send to blocks of one size
+    stream_interval: float = 0.0  # seconds between the events of a stream; 0: one event per step
     served: Served | None = None  # None until the model is loaded
     open: dict[tuple[str, str], tuple[Generation, str]] = field(default_factory=dict)
     """Running requests by the name of their key and their id, with the X-Request-Id of the answer, which several may
@@ -60,8 +56,7 @@ class Context:
     trace: Callable[[Request, Generation], None] | None = None
     """Called with every answered request, if spans are wanted."""
 
-    names_prefix: bool = False
-    """Answers carry the keys of their prompt's prefix, which a router of a fleet asks for."""
+    names_prefix: bool = False  # answers carry the keys of their prompt's prefix, which a router of a fleet asks for
     _starting: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:

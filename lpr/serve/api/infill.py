@@ -21,8 +21,7 @@ from lpr.serve.text.served import Served, fresh_seed, samplers_of, sampling, spr
 
 router = APIRouter(route_class=JsonRoute)
 
-MOST = 512
-"""Tokens of a middle where `n_predict` is -1."""
+MOST = 512  # tokens of a middle where `n_predict` is -1
 
 
 class LineLimit:

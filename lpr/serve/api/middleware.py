@@ -28,14 +28,10 @@ from lpr.serve.options import ServeArgs
 
 OPEN_PATHS = frozenset(("/", "/health", "/livez", "/readyz", "/metrics"))
 """Paths that need no key unless all are protected."""
-_UNLOGGED = OPEN_PATHS - {"/"}
-"""Probes come every few seconds and would hide other requests."""
-_HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,200}")
-"""Ids of requests that are taken from clients."""
-MOST_WEIGHT = 1000.0
-"""The largest weight of a key; the smallest is 1 over it."""
-BODY_SECONDS = float(limits.BODY_SECONDS.most)
-"""Time for a request's body to arrive."""
+_UNLOGGED = OPEN_PATHS - {"/"}  # probes come every few seconds and would hide other requests
+_HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,200}")  # ids of requests that are taken from clients
+MOST_WEIGHT = 1000.0  # the largest weight of a key; the smallest is 1 over it
+BODY_SECONDS = float(limits.BODY_SECONDS.most)  # time for a request's body to arrive
 Parse = Callable[[Scope, bytes, Receive], Awaitable[None]]
 """Checks a request's body, and notes its value in the scope; raises ApiError or DisconnectedError."""
 

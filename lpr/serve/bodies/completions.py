@@ -265,8 +265,7 @@ class Message(Body):
         return shown | {name: value for name, value in more.items() if value is not None}
 
 
-_FUNCTION = "call_000000000000000000000000"
-"""The id of a call that has none."""
+_FUNCTION = "call_000000000000000000000000"  # the id of a call that has none
 Messages = Annotated[Few[Message], Field(min_length=1, max_length=limits.MESSAGES.most), few_parts]
 Tools = Annotated[Few[Tool], Field(max_length=limits.TOOLS.most), few_tool_values]
 

@@ -12,8 +12,7 @@ import msgspec
 
 from lpr.serve.bodies.fields import Body
 
-_BODY = 1
-"""Code of msgpack's extension type."""
+_BODY = 1  # code of msgpack's extension type
 
 
 def pack(value: Any) -> bytes:

@@ -33,10 +33,8 @@ from lpr.serve.ranks.line import PULSE_EVERY, FrontGoneError, Line
 if TYPE_CHECKING:
     from lpr.fleet.sharing import SharedDrafts  # its client is an optional package
 
-MOST_READ = 1024
-"""Delivered tokens of new requests that are read between two steps, at least those of one request."""
-COMPILING_EVERY = 0.005
-"""Seconds between two looks at grammars that are compiled, without other work."""
+MOST_READ = 1024  # delivered tokens of new requests that are read between two steps, at least those of one request
+COMPILING_EVERY = 0.005  # seconds between two looks at grammars that are compiled, without other work
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -147,16 +145,13 @@ class EngineBridge(StepHooks):
         self._learns = learns
         self._line = line
         self._open: dict[int, Request] = {}
-        self._new: dict[int, Submit] = {}
-        """Requests that are not submitted yet."""
+        self._new: dict[int, Submit] = {}  # requests that are not submitted yet
         self._compiling: dict[int, Future[Any]] = {}
         """Grammars of some of these, without which a step would wait for them."""
         self._num_steps = 0
-        self._ready: list[Chunk] = []
-        """Chunks outside steps, to be sent with the next ones."""
+        self._ready: list[Chunk] = []  # chunks outside steps, to be sent with the next ones
         self._advanced: list[Request] = []
-        self._begun: set[int | str] = set()
-        """Requests with a slot, as the front was told."""
+        self._begun: set[int | str] = set()  # requests with a slot, as the front was told
         line.moved(self._load())
         line.send(facts_of(engine, model))
 

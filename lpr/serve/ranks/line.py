@@ -19,8 +19,7 @@ import msgspec
 from lpr.protocol import ProtocolError
 from lpr.serve.messages import PROTOCOL, FrameReader, Hello, Load, Pulse, ToDriver, ToFront, frame, is_ours
 
-PULSE_EVERY = 1.0
-"""Seconds between two pulses."""
+PULSE_EVERY = 1.0  # seconds between two pulses
 
 
 class FrontGoneError(RuntimeError):

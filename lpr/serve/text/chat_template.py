@@ -29,15 +29,11 @@ RESERVED = frozenset((
     "audio_token", "video_token",
 ))  # fmt: skip
 """Names that `more` cannot set, as they have a meaning already, besides the tokenizer's own special tokens."""
-MOST_RENDERED = 1 << 24
-"""Characters of a rendered prompt where the tokenizer gives no limit."""
-MOST_SHAPES = 1024
-"""Shapes of conversations whose fits are remembered."""
-_UNKNOWN = "unknown"
-"""Stands for the place of a lost text where the template refuses made-up texts."""
+MOST_RENDERED = 1 << 24  # characters of a rendered prompt where the tokenizer gives no limit
+MOST_SHAPES = 1024  # shapes of conversations whose fits are remembered
+_UNKNOWN = "unknown"  # stands for the place of a lost text where the template refuses made-up texts
 CONTINUE = "continue_final_message"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Values of `reasoning_effort`, in their order."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # values of `reasoning_effort`, in their order
 _TOOL: Plain = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 """Stands for the tools of a conversation whose shape is tried."""
 

@@ -16,12 +16,9 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-Render = Callable[..., str]
-"""Renders fitted messages, with `tools`; raises an error if the template refuses them."""
-Plain = dict[str, Any]
-"""A message as clients send it: content is text or a list of parts, arguments are text."""
-BETWEEN = "\n\n"
-"""Stands between the texts of messages that become one."""
+Render = Callable[..., str]  # renders fitted messages, with `tools`; raises an error if the template refuses them
+Plain = dict[str, Any]  # a message as clients send it: content is text or a list of parts, arguments are text
+BETWEEN = "\n\n"  # stands between the texts of messages that become one
 _HEADS = ("system", "developer")
 _RESULT_ROLES = ("tool", "function", "ipython", "observation")
 _SHORT = re.compile(r"[a-zA-Z0-9]{9}")
@@ -32,42 +29,26 @@ _ABSENT = "absent"
 class Fit:
     """What a template reads."""
 
-    parts: frozenset[str] = frozenset()
-    """Roles whose content it takes as a list of parts, and not as text."""
-    lists: frozenset[str] = frozenset()
-    """Roles whose content it takes in either form: the client's."""
+    parts: frozenset[str] = frozenset()  # roles whose content it takes as a list of parts, and not as text
+    lists: frozenset[str] = frozenset()  # roles whose content it takes in either form: the client's
     has_developer: bool = True
-    has_system: bool = True
-    """False: instructions become the beginning of the first user message."""
-    several: bool = True
-    """False: it takes one message of instructions, the first. All others are joined to that."""
+    has_system: bool = True  # False: instructions become the beginning of the first user message
+    several: bool = True  # False: it takes one message of instructions, the first. All others are joined to that.
     begins_with_user: bool = False
     needs_user: bool = False
-    alternates: frozenset[str] = frozenset()
-    """Roles of which two messages in a row become one."""
-    answers_results: bool = False
-    """A user message does not follow a result: an empty answer comes between them."""
-    as_object: bool = True
-    """Arguments are an object, and not JSON text."""
-    short_ids: bool = False
-    """Ids of calls have 9 letters and digits."""
-    empty: str | None = None
-    """The content of a message of calls alone: None, "", or `_ABSENT`."""
+    alternates: frozenset[str] = frozenset()  # roles of which two messages in a row become one
+    answers_results: bool = False  # a user message does not follow a result: an empty answer comes between them
+    as_object: bool = True  # arguments are an object, and not JSON text
+    short_ids: bool = False  # ids of calls have 9 letters and digits
+    empty: str | None = None  # the content of a message of calls alone: None, "", or `_ABSENT`
     result_role: str = "tool"
-    names_results: bool = False
-    """A result carries the name of its function."""
-    one_call: bool = False
-    """A message has one call, whose result follows."""
-    calls_alone: bool = False
-    """A message of calls has no text: that has a message of its own before them."""
-    calls_in_turns: bool = False
-    """The same, with an empty turn of the user between the two."""
-    thoughts_beside_text: bool = True
-    """False: a message of calls has a thought or a text, not both."""
-    bare_tools: bool = False
-    """Tools are functions without the wrapper of type "function"."""
-    whole_tools: bool = False
-    """Tools need a description and parameters."""
+    names_results: bool = False  # a result carries the name of its function
+    one_call: bool = False  # a message has one call, whose result follows
+    calls_alone: bool = False  # a message of calls has no text: that has a message of its own before them
+    calls_in_turns: bool = False  # the same, with an empty turn of the user between the two
+    thoughts_beside_text: bool = True  # False: a message of calls has a thought or a text, not both
+    bare_tools: bool = False  # tools are functions without the wrapper of type "function"
+    whole_tools: bool = False  # tools need a description and parameters
 
     def varied(self) -> Iterator[Fit]:
         """This fit, and others for conversations that it does not show whole."""

@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 from lpr.serve.text.reader import MalformedError, Parsing, Reader, Sink, marks, object_text
 from lpr.serve.text.typed import dumps, from_text, kinds, member
 
-Tools = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of each function's arguments, by its name."""
-Thoughts = tuple[str, str]
-"""What begins and ends a thought."""
+Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of each function's arguments, by its name
+Thoughts = tuple[str, str]  # what begins and ends a thought
 
 _LONGEST_NAME = 256
 _NAME = re.compile(r"[^\s<>\[\]{}()\"'`|,;=]+")
@@ -31,8 +29,7 @@ _LEAD = re.compile(r"[\s,;]+")
 _FENCE = re.compile(r"`{3,}")
 _NAMES, _ARGUMENTS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
 _NO_STRING = {"type": ["null", "boolean", "number", "array", "object", "string"]}
-BARE = ("{", "[")
-"""What may begin a call without a mark that announces one."""
+BARE = ("{", "[")  # what may begin a call without a mark that announces one
 _ASIDE = ("type", "id", "tool_call_id", "call_id", "index")
 """Keys that may stand before the name of an object that no mark announces."""
 
@@ -40,8 +37,7 @@ _ASIDE = ("type", "id", "tool_call_id", "call_id", "index")
 class Tags(NamedTuple):
     """How arguments are written one by one."""
 
-    head: str
-    """What is before a function's name; "" if it stands behind the mark of the call."""
+    head: str  # what is before a function's name; "" if it stands behind the mark of the call
     key: str
     key_end: str
     value: str
@@ -67,31 +63,21 @@ class Format:
     """How one family writes calls."""
 
     name: str
-    signs: tuple[str, ...]
-    """Pieces of the chat template, all of which it has."""
+    signs: tuple[str, ...]  # pieces of the chat template, all of which it has
     source: str
     call: tuple[str, str]
     """What is written before and after a call's arguments; {name} stands for the function's name."""
-    around: tuple[str, str] = ("", "")
-    """What is written before the first call and after the last."""
-    text: str = ""
-    """What is written before text."""
-    between: str | None = ""
-    """None: a reply has one call."""
-    tags: Tags | None = None
-    """How arguments are written; None: as JSON."""
-    opens: tuple[str, ...] = ()
-    """What begins calls in a reply that may be text as well."""
-    closes: tuple[str, ...] = ()
-    """What ends them, and says nothing else."""
+    around: tuple[str, str] = ("", "")  # what is written before the first call and after the last
+    text: str = ""  # what is written before text
+    between: str | None = ""  # None: a reply has one call
+    tags: Tags | None = None  # how arguments are written; None: as JSON
+    opens: tuple[str, ...] = ()  # what begins calls in a reply that may be text as well
+    closes: tuple[str, ...] = ()  # what ends them, and says nothing else
     separators: tuple[str, ...] = ()
     """What is between a function's name and its arguments, and what may begin the id of a call before it."""
-    silent: tuple[str, ...] = ()
-    """Marks around text, which are no part of it."""
-    thoughts: Thoughts | None = None
-    """What begins and ends a thought, where that is part of the format."""
-    short_ids: bool = False
-    """Ids of calls have 9 letters and digits, as the template demands."""
+    silent: tuple[str, ...] = ()  # marks around text, which are no part of it
+    thoughts: Thoughts | None = None  # what begins and ends a thought, where that is part of the format
+    short_ids: bool = False  # ids of calls have 9 letters and digits, as the template demands
     is_harmony: bool = False
 
     def read(self, reader: Reader, tools: Tools) -> Parsing[None]:

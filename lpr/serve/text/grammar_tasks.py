@@ -17,8 +17,7 @@ from lpr.core.grammar import matcher
 from lpr.protocol import ErrorCode
 from lpr.serve.errors import ApiError
 
-WALKS, STEPS = 3, 24
-"""Texts that are tried with a new grammar, and their tokens."""
+WALKS, STEPS = 3, 24  # texts that are tried with a new grammar, and their tokens
 
 _tokenizer: llguidance.LLTokenizer | None = None
 

@@ -17,10 +17,8 @@ from lpr.serve.bodies.completions import ResponseFormat
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.sandbox import ExhaustedError, Sandbox
 
-MOST_KEPT = 256
-"""Grammars whose verdicts are remembered."""
-MOST_BLAMED = 32
-"""Tools that are looked at by themselves where the grammar of all is refused."""
+MOST_KEPT = 256  # grammars whose verdicts are remembered
+MOST_BLAMED = 32  # tools that are looked at by themselves where the grammar of all is refused
 _RULE = re.compile(r"^[ \t]*\??[\w.-]+[ \t]*(?:::=|:)", re.MULTILINE)
 _PARAMS = {"json_schema": "json_schema.schema", "regex": "regex", "grammar": "grammar"}
 

@@ -42,10 +42,8 @@ class Piece(NamedTuple):
     """A part of a reply: some of a thought or of the text, a call's beginning, or some of its arguments."""
 
     kind: Literal["thought", "text", "call", "arguments"]
-    text: str
-    """Of a call, the function's name. Arguments are JSON."""
-    call: int = -1
-    """The number of the call, from 0."""
+    text: str  # Of a call, the function's name. Arguments are JSON.
+    call: int = -1  # the number of the call, from 0
 
 
 class Marks:
@@ -88,14 +86,11 @@ class Reader:
         self.num_calls = 0
         self._most_calls = most_calls
         self._text, self._at, self._ended = "", 0, False
-        self._past: list[str] = []
-        """What was taken before `_text` since the first of `_tries` began."""
-        self._base = 0
-        """Characters of the reply before `_text`."""
+        self._past: list[str] = []  # what was taken before `_text` since the first of `_tries` began
+        self._base = 0  # characters of the reply before `_text`
         self._pieces: list[Piece] = []
         self._tries: list[_Try] = []
-        self._is_showing = False
-        """True within a call of which some was shown."""
+        self._is_showing = False  # True within a call of which some was shown
         self._closing, self._argued = "", 0
         """What ends the arguments that have begun to be shown, and where the reply goes on behind what was shown."""
         self._parsing = self._parse(parse)

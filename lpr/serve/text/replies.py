@@ -16,8 +16,7 @@ from lpr.serve.text.tokens import Tokens
 class Family:
     """What a chat template tells of its model's replies."""
 
-    format: Format | None
-    """None: it has no calls, or calls in a form that is not known."""
+    format: Format | None  # None: it has no calls, or calls in a form that is not known
     thoughts: Thoughts | None
 
     @classmethod
@@ -33,15 +32,11 @@ class Replies:
     """How the replies to one conversation are read."""
 
     family: Family
-    tools: Tools = field(default_factory=dict)
-    """Empty: calls are not read."""
-    choice: Literal["auto", "required"] = "auto"
-    """"required": the reply is a call."""
-    is_strict: bool = False
-    """Calls that the model chooses to make are held to the schema as well."""
+    tools: Tools = field(default_factory=dict)  # empty: calls are not read
+    choice: Literal["auto", "required"] = "auto"  # "required": the reply is a call
+    is_strict: bool = False  # calls that the model chooses to make are held to the schema as well
     several: bool = True
-    begun: bool = False
-    """True if the prompt has begun a thought."""
+    begun: bool = False  # True if the prompt has begun a thought
 
     @property
     def is_plain(self) -> bool:
@@ -111,5 +106,4 @@ class Replies:
         yield from calls.read(reader.say)
 
 
-PLAIN = Replies(family=Family(None, None))
-"""Texts that are shown as they are."""
+PLAIN = Replies(family=Family(None, None))  # texts that are shown as they are

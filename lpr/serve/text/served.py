@@ -38,8 +38,7 @@ _NEUTRAL: dict[str, dict[str, float]] = {
 """llama.cpp's names of samplers, with what switches each off."""
 _UNUSED = {"infill", "typical_p", "min_keep", *SAMPLER_LETTERS.values()} - _NEUTRAL.keys()
 """Others that `samplers` may hold: their own parameters switch them off, and "infill" is nearly greedy."""
-_DIGITS = 10
-"""Digits of a token's id."""
+_DIGITS = 10  # digits of a token's id
 
 
 class Served:

@@ -38,8 +38,7 @@ class Tokens:
         with_special = self._plain.encode("a").ids
         without = self._plain.encode("a", add_special_tokens=False).ids
         starts = (at for at in range(len(with_special)) if with_special[at : at + len(without)] == without)
-        self.bos_ids: list[int] = with_special[: next(starts, 0)]
-        """What the tokenizer puts before every text."""
+        self.bos_ids: list[int] = with_special[: next(starts, 0)]  # what the tokenizer puts before every text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, as `tokenizer(text)["input_ids"]` of transformers."""

@@ -13,8 +13,7 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-_MOST_BRANCHES = 64
-"""Alternatives of a schema that are looked at."""
+_MOST_BRANCHES = 64  # alternatives of a schema that are looked at
 _KIND = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _HALF = re.compile(r"[\ud800-\udfff]")
 _LITERALS = {"true": "true", "false": "false", "null": "null", "none": "null"}

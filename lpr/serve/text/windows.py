@@ -18,10 +18,8 @@ class _Marks(NamedTuple):
     begin: str
     end: str
     last: str
-    repeats_begin: bool = False
-    """True if the output begins with the mark, too."""
-    ends_line: bool = False
-    """True if the rest of the line belongs to the mark."""
+    repeats_begin: bool = False  # True if the output begins with the mark, too
+    ends_line: bool = False  # True if the rest of the line belongs to the mark
 
 
 _MARKS = (
