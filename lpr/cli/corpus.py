@@ -65,8 +65,6 @@ class Piece(NamedTuple):
 
 @dataclass
 class Counts:
-    """Totals of the added text."""
-
     files: int = 0
     skipped: int = 0
     documents: int = 0
@@ -237,7 +235,6 @@ def text_pieces(path: Path) -> Iterator[Piece]:
 
 
 def field_pieces(path: Path, field: str, skip: Skip) -> Iterator[Piece]:
-    """The documents of a JSON Lines file."""
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             if not raw.strip():

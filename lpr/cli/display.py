@@ -26,7 +26,6 @@ class Run:
 
     @property
     def tokens_per_step(self) -> float:
-        """S, the step compression."""
         return self.num_tokens / max(1, self.num_steps)
 
 

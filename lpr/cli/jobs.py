@@ -257,7 +257,6 @@ def _record(done: Completion) -> dict[str, Any]:
 
 
 def _logprobs(done: Completion) -> dict[str, Any]:
-    """The record's log-probabilities, if there are any."""
     if done.logprobs is None:
         return {}
     return {"logprobs": [{"logprob": each.logprob, "top": [*each.top]} for each in done.logprobs]}

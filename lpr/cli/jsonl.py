@@ -76,7 +76,6 @@ def _parse(number: int, raw: bytes) -> PromptLine:
 
 
 def _extra(record: dict[str, Any]) -> dict[str, Any]:
-    """The fields that an output line keeps: not `error`, which would say that the line was not completed."""
     return {name: value for name, value in record.items() if name not in ("prompt", "error")}
 
 

@@ -101,7 +101,6 @@ class ProcessGroup(Group):
         self._hanging: list[Any] = []  # a collective that may not have ended, and its tensors
 
     def begin_gather(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """As Group.begin_gather."""
         payload = payload.to(self._device)  # gloo serves ranks that share a GPU, and works on the host
         self._gathered.reverse()
         count = payload.numel() * self._size
@@ -140,11 +139,9 @@ class ProcessGroup(Group):
                     raise CommError(f"another rank hangs: no answer for {self._timeout:.0f} s")
 
     def limit(self, timeout: float) -> None:
-        """As Group.limit."""
         self._timeout = timeout
 
     def close(self) -> None:
-        """As Group.close."""
         if self._group is None:
             return
         abort_group(self._group)

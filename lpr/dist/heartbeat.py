@@ -44,8 +44,6 @@ class Watch:
 
 
 class Heartbeat:
-    """The thread."""
-
     def __init__(self, connect: Callable[[], Rendezvous], stuck: Callable[[str], None] = lambda failure: None) -> None:
         """Beat by a connection of `connect`; `stuck` is called with `failure` if nobody acts on it."""
         self.loss: str | None = None  # why the group of the watched epoch is broken; None if it is whole
@@ -57,7 +55,6 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 
     def start(self) -> None:
-        """Begin to beat."""
         self._thread.start()
 
     def watch(self, epoch: int, replicas: Sequence[int]) -> None:
@@ -65,7 +62,6 @@ class Heartbeat:
         self._watched, self.loss = (epoch, replicas), None
 
     def close(self) -> None:
-        """Stop beating."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * BEAT_EVERY)

@@ -84,7 +84,6 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """Number of replicas that the engine knows of."""
         return len(self._view)
 
     @property
@@ -168,7 +167,6 @@ class Membership:
         self._heartbeat.close()
 
     def close(self) -> None:
-        """Leave the mesh."""
         self._heartbeat.close()
         self._leave_group()
 

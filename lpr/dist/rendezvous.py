@@ -40,7 +40,6 @@ class Member:
 
     @property
     def key(self) -> str:
-        """Its name in the store."""
         return f"{self.replica}.{self.tp_rank}"
 
 
@@ -67,7 +66,6 @@ class JobStore:
         self._messages: list[str] = []  # keys of this rank's messages, the oldest first
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
         with comm_errors(GONE):
             self._store.set(key, value)  # type: ignore[arg-type]  # bytes work, the stub wants a str
 
@@ -77,12 +75,10 @@ class JobStore:
             return self._store.compare_set(key, "", value.decode())
 
     def read(self, key: str) -> bytes:
-        """The value of a key, without a wait; empty if there is none."""
         with comm_errors(GONE):
             return self._store.get(key) if self._store.check([key]) else b""
 
     def has_all(self, keys: list[str]) -> bool:
-        """True if every one of `keys` has a value."""
         with comm_errors(GONE):
             return self._store.check(keys)
 
@@ -96,7 +92,6 @@ class JobStore:
         return True
 
     def delete(self, key: str) -> None:
-        """Remove a key and its value."""
         with comm_errors(GONE):
             self._store.delete_key(key)
 
@@ -124,7 +119,6 @@ class JobStore:
             return b"".join(self._store.get(f"{key}/{n}") for n in range(int(self.read(f"{key}/size"))))
 
     def has(self, key: str) -> bool:
-        """True if there is a message under `key`."""
         return bool(self.read(f"{key}/size"))
 
 
@@ -141,7 +135,6 @@ class Rendezvous:
         return [Member(replica, tp_rank) for replica in replicas for tp_rank in range(self.tp_size)]
 
     def beat(self, number: int) -> None:
-        """Write this member's heartbeat."""
         self.store.set(f"beat/{self.member.key}", str(number))
 
     def heard(self, member: Member) -> bytes:
@@ -162,11 +155,9 @@ class Rendezvous:
             raise CommError(f"replica {self.member.replica} takes part no more: {reason}")
 
     def mark_ready(self) -> None:
-        """Record that this member has loaded its model."""
         self.store.set(f"ready/{self.member.key}", "1")
 
     def is_ready(self, member: Member) -> bool:
-        """True if a member has loaded its model."""
         return bool(self.store.read(f"ready/{member.key}"))
 
     def decision(self, epoch: int) -> Decision | None:
@@ -229,7 +220,6 @@ class Rendezvous:
         self.store.set("newcomers", msgspec.json.encode(replicas))
 
     def offered(self) -> tuple[int, ...]:
-        """The replicas that have loaded and wait to join."""
         return msgspec.json.decode(self.store.read("newcomers") or b"[]", type=tuple[int, ...])
 
     def welcome(self, epoch: int, replica: int) -> None:
@@ -309,7 +299,6 @@ class Results:
         return result
 
     def forget(self) -> None:
-        """Drop all results: every rank has them."""
         self._by_number.clear()
 
     def leave(self, epoch: int) -> None:

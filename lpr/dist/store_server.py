@@ -59,7 +59,6 @@ class StoreServer:
         return theirs
 
     def close(self) -> None:
-        """Hang up on all ranks."""
         asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result(timeout=CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_SECONDS)
@@ -123,7 +122,6 @@ class StoreServer:
             self._waiting.pop(key, None)
 
     def _answer(self, request: Request) -> Answer:
-        """Do what a request asks; raises ValueError or IndexError for one that makes no sense."""
         keys, values = request.keys, request.values
         if request.what == "has":
             return all(key in self._values for key in keys)

@@ -58,11 +58,9 @@ class Replica:
 
     @property
     def is_over(self) -> bool:
-        """True if all its ranks have ended."""
         return len(self.codes) == len(self.processes)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the ranks that have not ended."""
         for process in self.processes:
             if process.pid not in self.codes:
                 with contextlib.suppress(ProcessLookupError):
@@ -100,7 +98,6 @@ class Restarts:
         return True
 
     def take_due(self) -> list[int]:
-        """The places that are to be filled now."""
         now = time.monotonic()
         taken = [place for place, due in self.due.items() if due <= now]
         self.due = {place: due for place, due in self.due.items() if place not in taken}

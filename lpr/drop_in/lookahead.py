@@ -223,7 +223,6 @@ class EngineCache:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> EngineCache:
-        """The cache of `model`."""
         return model.__dict__.setdefault(cls.NAME, cls())
 
     @contextmanager
@@ -283,7 +282,6 @@ class EngineCache:
     def _fits(
         self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int, options: EngineOptions
     ) -> bool:
-        """True if a call can join those that run."""
         if self.engine is None or self._made_for != self._key(model, options):
             return False
         return self.engine.decode == self._wanted(model, decode, slots, longest)

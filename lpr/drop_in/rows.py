@@ -172,7 +172,6 @@ class OutputBatch:
 
     @property
     def is_complete(self) -> bool:
-        """True if all tokens of the output are there."""
         length = self.length
         return length is not None and (self.pads or all(row.length >= length for row in self.rows))
 
@@ -206,7 +205,6 @@ class OutputBatch:
             self._num_streamed = place + 1
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """The result of `generate`. Scores and logits behind the end of a padded row are zeros."""
         length = self.length
         assert length is not None
         if self.streamer is not None:

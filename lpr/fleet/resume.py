@@ -113,7 +113,6 @@ class _BlockResumption(Resumption):
 
     @property
     def body(self) -> bytes:
-        """See Resumption."""
         self._held.clear()
         return super().body
 

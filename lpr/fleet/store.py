@@ -105,7 +105,6 @@ class Worker(threading.Thread):
         self.stopping = threading.Event()  # set to end after the current round
 
     def run(self) -> None:
-        """As Thread.run."""
         failures = 0
         while not self.stopping.is_set():
             try:

@@ -26,12 +26,10 @@ class HostPages:
         """By number, per pool [pages, layers, rows of a page, heads, dim]."""
 
     def store(self, page: int, host_page: int) -> None:
-        """Copy a page of the cache to a page here."""
         for pool, stored in zip(self._pools, self._stored(host_page), strict=True):
             stored.copy_(self._rows(pool, page), non_blocking=True)
 
     def load(self, host_page: int, page: int) -> None:
-        """Copy a page from here to a page of the cache. Copies of one page take effect in the order of the calls."""
         for pool, stored in zip(self._pools, self._stored(host_page), strict=True):
             self._rows(pool, page).copy_(stored, non_blocking=True)
 

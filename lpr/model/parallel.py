@@ -60,12 +60,10 @@ class TensorParallel:
 
     @property
     def size(self) -> int:
-        """Ranks per replica."""
         return self.mesh.size()
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
         return self.mesh.get_local_rank()
 
 
@@ -204,7 +202,6 @@ def check_shards(
 def _load_with_transformers(
     config: PretrainedConfig, plan: Mapping[str, str], device: torch.device, tp: TensorParallel, read: Read
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """By the model's own plan; every rank reads only its part."""
     kv_heads = num_kv_heads(config)
     shared: dict[str, str] = {}
     if kv_heads < tp.size and splits_heads(plan):

@@ -98,7 +98,6 @@ class MemoryNeeds:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.before + self.steps
 
     def tell(self) -> str:

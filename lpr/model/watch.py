@@ -61,7 +61,6 @@ class Watch:
 
     @property
     def trains(self) -> bool:
-        """True if a module is in training mode."""
         return any([each.training for each, _, _ in self._modules])
 
     def has_changed(self) -> bool:

@@ -106,8 +106,6 @@ CHOICE_WORDS = 3 + 2 * DecodeConfig().num_candidates
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a model."""
-
     name: str
     model_type: str
     dtype: str  # the checkpoint's own, bfloat16 if the config does not say
@@ -290,17 +288,14 @@ class Planned:
 
 
 def preset_names() -> list[str]:
-    """Every preset."""
     return sorted(path.stem for path in package_file("models").glob("*.toml"))
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The tables of a preset that exists."""
     return tomllib.loads(package_file(f"models/{name}.toml").read_text(encoding="utf-8"))
 
 
 def package_file(name: str) -> Path:
-    """A file of lpr/assets."""
     return Path(str(files("lpr") / "assets" / name))
 
 

@@ -30,7 +30,6 @@ class Mesh:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the mesh."""
         return self.lp * self.tp
 
     def __str__(self) -> str:
@@ -67,12 +66,10 @@ class Footprint:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of a step's layers and logits."""
         return self.needs.layers + self.needs.logits if self.needs is not None else 0
 
     @property
     def total_bytes(self) -> int:
-        """All memory."""
         return self.kv_bytes + (self.needs.total if self.needs is not None else 0)
 
     def fits(self, memory: int) -> bool:

@@ -121,8 +121,6 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator."""
-
     name: str
     memory: int  # bytes that a program can have; data sheets count in powers of ten or two, nvidia-smi shows these
     bandwidth: float  # bytes per second of its memory, by the data sheet

@@ -35,7 +35,6 @@ class Drafted:
     is_extrapolated: bool = False  # beyond the largest measured budget: along the logarithm of the budget
 
     def payload_bytes(self, lp: int) -> int:
-        """Bytes of a rank's payload in the step's all-gather."""
         decode = DecodeConfig(window_size=0, trie_nodes=self.budget - 1)
         return 4 * payload_words(decode.resolved(), 1, lp, decode.carries_trees(lp))
 
@@ -144,7 +143,6 @@ class StepTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The step."""
         return sum(self)
 
 
@@ -163,8 +161,6 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Tokens per second on a mesh."""
-
     mesh: Mesh
     drafted: Drafted | None  # the best tree by prediction; None: plain decoding
     tokens_per_second: Estimate

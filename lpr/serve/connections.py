@@ -30,8 +30,6 @@ _END_OF_HEAD = re.compile(rb"[^\r\n]\r?\n\r?\n")
 
 
 class Waits(Enum):
-    """What a connection waits for."""
-
     HEAD = auto()
     IDLE = auto()
     BODY = auto()
@@ -76,15 +74,12 @@ class Connection(_Base):
         return memoryview(self._buffer)[: _READ_LITTLE if is_little else _READ]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """`nbytes` were read."""
         self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin."""
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
         self._port.lost(self)
         super().connection_lost(exc)
 
@@ -138,12 +133,10 @@ class Connection(_Base):
         self.note()
 
     def pause_writing(self) -> None:
-        """The client takes less than it is sent."""
         super().pause_writing()
         self.note()
 
     def resume_writing(self) -> None:
-        """The client has taken what it was sent."""
         super().resume_writing()
         self.note()
 

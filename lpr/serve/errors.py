@@ -83,11 +83,9 @@ class ApiError(Exception):
         return self
 
     def body(self) -> dict[str, Any]:
-        """The error as JSON values."""
         return error_body(self.status, self.message, self.param, self.shown_code)
 
     def response(self, path: str = "") -> JSONResponse:
-        """The error as an answer of an endpoint."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -97,7 +95,6 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an error as JSON values."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     name = None if param is None else _clean(param, LONGEST_NAME)
     return {"error": {"message": _clean(message, LONGEST_MESSAGE), "type": kind, "param": name, "code": code}}
@@ -116,7 +113,6 @@ def _clean(text: str, most: int) -> str:
 
 
 def bad(param: str, message: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> ApiError:
-    """An error of one field."""
     return ApiError(code, message, param)
 
 

@@ -43,8 +43,6 @@ BACKLOG = 256  # connections that wait to be accepted: behind more of them, a pr
 
 
 class Front:
-    """One running service."""
-
     def __init__(
         self,
         args: ServeArgs,
@@ -152,7 +150,6 @@ class Front:
             self._load()
 
     def _load(self) -> None:
-        """Serve the model of which the ranks have told."""
         if self._routes is not None and self.service.mesh.facts is not None:
             try:
                 if self._routes.load(self.service.mesh.facts):

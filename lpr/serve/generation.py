@@ -125,7 +125,6 @@ class Generation:
                 await self._gone
 
     def cancel(self) -> None:
-        """Drop unfinished texts."""
         for choice in self._all:
             self._service.cancel(choice.job)
 

@@ -31,7 +31,6 @@ class Alarm:
             self._timer = loop.call_at(self.at, self._look)
 
     def close(self) -> None:
-        """Let go of the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -51,18 +50,15 @@ class Inbox:
     """The chunks of one HTTP request's texts, for one task that takes them."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._chunks: deque[Chunk] = deque()
         self.size = 0  # bytes of these, about
         self._waiting: asyncio.Future[None] | None = None
         self._alarm = Alarm(self.wake)
 
     def __len__(self) -> int:
-        """The number of chunks that can be taken."""
         return len(self._chunks)
 
     def put(self, chunk: Chunk) -> None:
-        """Add a chunk, and wake the task."""
         self._chunks.append(chunk)
         self.size += _size(chunk)
         self.wake()
@@ -74,7 +70,6 @@ class Inbox:
         return chunk
 
     def clear(self) -> None:
-        """Drop all chunks."""
         self._chunks.clear()
         self.size = 0
 
@@ -95,7 +90,6 @@ class Inbox:
             self._waiting = self._alarm.at = None
 
     def close(self) -> None:
-        """Let go of the timer."""
         self._alarm.close()
 
 

@@ -99,11 +99,9 @@ class Jobs:
         return job.id in self._open
 
     def get(self, id: int) -> Job | None:
-        """The open job with this id."""
         return self._open.get(id)
 
     def is_given(self, job: Job) -> bool:
-        """True if the driver has this one."""
         return job.id in self._given
 
     def add(self, job: Job, ready: bool = True) -> None:
@@ -113,7 +111,6 @@ class Jobs:
             self.release(job)
 
     def release(self, job: Job) -> None:
-        """A job that was not ready is ready."""
         self.held[job.id] = job
 
     def give(self) -> Job | None:
@@ -137,7 +134,6 @@ class Jobs:
         self.held, self._given = {job.id: job for job in jobs}, {}
 
     def remove(self, job: Job) -> None:
-        """Remove a job that has ended."""
         for jobs in (self._open, self._given, self.held):
             jobs.pop(job.id, None)
 

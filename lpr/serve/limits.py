@@ -76,5 +76,4 @@ PRIORITY = Limit("`priority`, either way", MOST_PRIORITY, "clamped")
 
 
 def table() -> dict[str, Limit]:
-    """All limits by their names here."""
     return {name: value for name, value in globals().items() if isinstance(value, Limit)}

@@ -14,8 +14,6 @@ _FAREWELL = 1.0  # seconds for what was sent last to leave
 
 
 class Link:
-    """Messages to and from the driver."""
-
     def __init__(self, receive: Callable[[ToFront], None], lost: Callable[[], None]) -> None:
         """`receive` is called with every message, Hello included, and `lost` when a driver's connection ends."""
         self._receive = receive
@@ -82,11 +80,9 @@ class Link:
         self._receive(message)
 
     def opened(self, connection: _Connection) -> None:
-        """Note a connection."""
         self._open.add(connection)
 
     def ended(self, connection: _Connection) -> None:
-        """Note the end of a connection."""
         if self._driver is connection:
             self.hang_up()
         self._open.discard(connection)

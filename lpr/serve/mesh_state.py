@@ -50,12 +50,10 @@ class MeshState:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas at the last gather."""
         return self.num_ranks // self.facts.tp if self.facts is not None else 0
 
     @property
     def progress(self) -> str:
-        """The stage of start-up, in words."""
         if self.loading is None:
             return "the ranks are starting"
         return f"{self.loading.stage} ({self.loading.done} of {self.loading.total})"
@@ -102,7 +100,6 @@ class MeshState:
         return True
 
     def take(self, load: Load) -> None:
-        """Note the state of the engine."""
         if load.epoch > self.load.epoch:
             self._tell("reform", load.epoch - self.load.epoch)
         self.load = load
@@ -112,7 +109,6 @@ class MeshState:
                 self._note_ranks(load.num_ranks)
 
     def lost(self) -> None:
-        """The driver is gone."""
         if self.up:
             self.outage = "the driver was lost; another rank takes over, or all begin again"
         self.ready.clear()
@@ -120,7 +116,6 @@ class MeshState:
         self.loading = None
 
     def died(self) -> None:
-        """All ranks are gone."""
         if self.facts is not None:
             self.outage = "all ranks were lost and are started again"
         self._restarted = True

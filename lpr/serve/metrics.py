@@ -25,8 +25,6 @@ _PER_STEP = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 class Metrics:
-    """The registry of one service."""
-
     def __init__(self, service: Service, model: str) -> None:
         self.registry = CollectorRegistry()
         self._service = service
@@ -111,7 +109,6 @@ class Metrics:
         missing.set_function(lambda: max(0, service.mesh.num_wanted - service.mesh.num_ranks))
 
     def watch(self, port: Port) -> None:
-        """Show the connections of the main port."""
         text = "Connections that are being answered, and that wait for their client."
         gauge = Gauge("lpr:connections", text, [*self._names, "state"], registry=self.registry)
         gauge.labels(**self._names, state="answered").set_function(lambda: port.num_answered)
@@ -127,7 +124,6 @@ class Metrics:
         self._of(self.http_requests, path=path, status=str(status)).inc()
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
         return generate_latest(self.registry)
 
     # Scoring a prompt is part of a request whose text is another job, and its tokens are no output: only its steps
@@ -199,7 +195,6 @@ class _FleetCollector(Collector):
         self._names = names
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as they are now."""
         load = self._service.mesh.load
         text = "Pages of the KV cache that no running request holds."
         yield self._gauge("lpr:cached_pages", text, {(): load.num_cached_pages})

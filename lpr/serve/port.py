@@ -53,7 +53,6 @@ class Port:
 
     @property
     def num_waiting(self) -> int:
-        """Connections that wait for their client."""
         return len(self._waiting)
 
     @property
@@ -63,7 +62,6 @@ class Port:
 
     @property
     def num_answered(self) -> int:
-        """Connections that are being answered."""
         return len(self._open) - len(self._waiting)
 
     def open(self, make: Callable[[], Connection]) -> None:
@@ -89,7 +87,6 @@ class Port:
     # Called by connections.
 
     def wait(self, connection: Connection, waits: Waits) -> None:
-        """The connection waits for its client from now on."""
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = self._loop.time() + SECONDS[waits]
@@ -97,11 +94,9 @@ class Port:
                 self._lingering.add(connection)
 
     def work(self, connection: Connection) -> None:
-        """The connection is being answered."""
         self._waiting.pop(connection, None)
 
     def lost(self, connection: Connection) -> None:
-        """The connection has ended."""
         self._waiting.pop(connection, None)
         self._open.discard(connection)
         self._lingering.discard(connection)
@@ -194,7 +189,6 @@ class Port:
             self._loop.add_reader(self._socket, self._accept)
 
     def _sweep(self) -> None:
-        """End connections that have waited too long."""
         now = self._loop.time()
         for connection in [each for each, until in self._waiting.items() if until < now]:
             self.on_end("late")

@@ -60,7 +60,6 @@ class Sandbox:
 
     @property
     def num_waiting(self) -> int:
-        """Tasks that wait or run."""
         return len(self._turns)
 
     def prepare(self, *args: Any) -> None:
@@ -90,13 +89,10 @@ class Sandbox:
         return await self._turns.run(key, size, work)
 
     async def close(self) -> None:
-        """End the processes."""
         await asyncio.gather(*(each.close() for each in self._workers))
 
 
 class _Worker:
-    """One process."""
-
     def __init__(self, module: str) -> None:
         self._command = [sys.executable, "-m", "lpr.serve.sandboxed", module]
         self._prepared: list[Any] | None = None

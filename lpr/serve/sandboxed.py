@@ -92,7 +92,6 @@ def main(argv: list[str]) -> None:
 
 
 def patience(seconds: float) -> float:
-    """Seconds that a task with `seconds` of CPU time may take."""
     return max(LEAST_PATIENCE, PATIENCE * seconds)
 
 

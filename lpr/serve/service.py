@@ -24,8 +24,6 @@ from lpr.serve.options import ServeArgs
 
 
 class Service:
-    """The open requests, and the driver that works on them."""
-
     def __init__(self, args: ServeArgs, send: Callable[[ToDriver], None]) -> None:
         """Begin without a driver. `send` reaches it once it is there."""
         self._args = args
@@ -57,12 +55,10 @@ class Service:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot."""
         return len(self._jobs) - self.num_running
 
     @property
     def num_running(self) -> int:
-        """Requests in slots."""
         return len(self._running)
 
     @property
@@ -153,7 +149,6 @@ class Service:
             self._end_as_stopped(job)
 
     async def drained(self) -> None:
-        """Return once no request is open."""
         await self._idle.wait()
 
     def fail_all(self, code: ErrorCode, reason: str) -> None:

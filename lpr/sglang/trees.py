@@ -17,8 +17,6 @@ LEARN_EVERY = 32
 
 @dataclass(eq=False)
 class Running:
-    """One running request."""
-
     state: ChainState
     num_learnt: int  # tokens that no other request is to learn, or has learnt; at first those of the prompt
 
@@ -35,7 +33,6 @@ class Trees:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all requests and outputs."""
         self._shared = SuffixIndex(self._capacity)
         self._running: dict[str, Running] = {}
 

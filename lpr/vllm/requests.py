@@ -19,8 +19,6 @@ from lpr.core.constants import MAX_MATCH
 
 @dataclass(eq=False)
 class Request:
-    """One request."""
-
     state: Any
     """A lpr.native.ChainState."""
     tenant: str

@@ -81,7 +81,6 @@ class Sources:
 
     @property
     def num_learnt_of_others(self) -> int:
-        """Outputs of other replicas that were learnt."""
         return self._fleet.counts.learnt if self._fleet is not None else 0
 
     def close(self) -> None:

@@ -32,15 +32,12 @@ PLAIN_MEMORY = 0.1  # weight of the latest step without drafts in what such a st
 
 
 class Step(NamedTuple):
-    """A measured step."""
-
     num_tokens: int
     num_sequences: int
     milliseconds: float
 
     @property
     def is_plain(self) -> bool:
-        """True if it had no drafts."""
         return self.num_tokens == self.num_sequences
 
 

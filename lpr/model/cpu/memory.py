@@ -72,8 +72,6 @@ def _take(area: weakref.ref[mmap.mmap], address: int, num_bytes: int) -> None:
 
 
 class _Blocks:
-    """Cuts blocks into tensors. A block lives as long as one of its tensors."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rest = torch.empty(0, dtype=torch.uint8)

@@ -51,7 +51,6 @@ class Tiles:
         self._panels = in_huge_pages(pairs).view(whole.dtype).unflatten(2, (PANEL, together))
 
     def to_dense(self) -> Tensor:
-        """A copy of the weight [outputs, inputs]."""
         whole = self._panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_outputs, : self.num_inputs]
         return whole.to(self.dtype).contiguous()
 

@@ -32,8 +32,6 @@ class Weighing(IntEnum):
 
 
 class Activation(IntEnum):
-    """The activation of a gate."""
-
     SILU = 0
     GELU_TANH = 1
 

@@ -86,7 +86,6 @@ class _Growing:
         return self.chain.row.num_cached + len(self.chain.tokens)
 
     def row(self) -> Row:
-        """The followed guesses below the chain."""
         place = {guess: index for index, guess in enumerate(self.entries)}
         parents = [place.get(self.draft.parents[guess], -1) for guess in self.entries]
         depths: list[int] = []
@@ -122,7 +121,6 @@ class Guesser:
     forward_ms: float = 0.0  # Milliseconds of such a forward, the mean of recent ones
 
     def __init__(self, adapter: Adapter, head: DraftHead) -> None:
-        """Prepare `head` for the model of `adapter`."""
         self.adapter, self.head = adapter, head
         self.embed: Any = adapter.model.get_input_embeddings()
         self.lm_head: Any = head.lm_head or adapter.model.get_output_embeddings()

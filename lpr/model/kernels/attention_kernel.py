@@ -98,7 +98,6 @@ class Rules(NamedTuple):
         return scale, self.softcap or 1.0, self.window or 0, self.chunk or 1
 
     def flags(self) -> dict[str, bool]:
-        """The constants of a launch."""
         given = {"SOFTCAP": self.softcap, "WINDOW": self.window, "CHUNK": self.chunk}
         return {f"HAS_{name}": each is not None for name, each in given.items()}
 

@@ -114,7 +114,6 @@ class OwnForward:
         self._forward: Any = type(module).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `module.forward`."""
         return self._forward(self._module(), *args, **kwargs)
 
     def __reduce__(self) -> tuple[type[OwnForward], tuple[nn.Module | None]]:

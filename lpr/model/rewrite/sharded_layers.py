@@ -84,7 +84,6 @@ def generic_name(name: str) -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -129,7 +128,6 @@ class ShardedLayers(Rewrite):
 
 
 def make_plain(model: PreTrainedModel, plan: Mapping[str, str], group: dist.ProcessGroup, rank: int) -> None:
-    """Carry ShardedLayers out."""
     carry_out(ShardedLayers(), model, Setting(model.device, tp=True, shards=Shards(plan, group, rank)))
 
 

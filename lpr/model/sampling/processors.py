@@ -97,7 +97,6 @@ class OutputPenalty:
         self.num_prompt, self.presence, self.frequency = num_prompt, presence, frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [m, V] after paths `input_ids` [m, L]."""
         num_rows, vocabulary = scores.shape
         output = input_ids[:, self.num_prompt :].clamp(max=vocabulary)  # what the model cannot say: a spare column
         counts = torch.zeros(num_rows, vocabulary + 1, dtype=torch.int64, device=scores.device)
@@ -112,7 +111,6 @@ class Forced:
         self.ids, self.num_prompt = ids, num_prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [m, V] after paths `input_ids` [m, L]."""
         place = input_ids.shape[1] - self.num_prompt
         if place >= len(self.ids):
             return scores
@@ -129,7 +127,6 @@ class LogitBias:
         self.biases = to_device(np.array([bias for _, bias in pairs], np.float32), device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [m, V] after paths `input_ids` [m, L]."""
         return scores.index_add(1, self.ids, self.biases.to(scores.dtype).expand(len(scores), -1))
 
 

@@ -21,8 +21,6 @@ TOKEN_IDS = "lpr.token_ids"
 
 @dataclass
 class Block:
-    """One block so far."""
-
     index: int
     kind: Literal["thought", "text", "call"]
     id: str
@@ -48,12 +46,10 @@ class BlockForm(Form):
 
     @property
     def has_calls(self) -> bool:
-        """True once a tool is called."""
         return self._reply.has_calls
 
     @property
     def num_thought(self) -> int:
-        """Tokens of the thoughts so far."""
         thoughts = "".join(block.text for block in self.blocks if block.kind == "thought")
         return len(self.served.tokens.encode(thoughts, False))
 
@@ -78,11 +74,9 @@ class BlockForm(Form):
         """The events after the last block."""
 
     def begin(self, choices: Sequence[Choice]) -> Iterable[Any]:
-        """See Form."""
         return () if self._is_begun else self.started()
 
     def steps(self, each: Event, choices: Sequence[Choice]) -> Iterator[Any]:
-        """See Form."""
         self._repeat(self._reply.delivered(each.choice, each.chunk.start_character))
         for piece in self._reply.take(each):
             yield from self._take(piece)
@@ -90,12 +84,10 @@ class BlockForm(Form):
             yield {"type": TOKEN_IDS, "token_ids": each.chunk.token_ids}
 
     def end(self, choices: Sequence[Choice]) -> Iterator[Any]:
-        """See Form."""
         yield from self._close()
         yield from self.finished(choices[0])
 
     def encode(self, data: Any) -> bytes:
-        """See Form."""
         return event(data, data["type"])
 
     def read(self, choice: Choice) -> None:
@@ -109,7 +101,6 @@ class BlockForm(Form):
         return choice.job.num_delivered + len(choice.token_ids)
 
     def num_cached(self, choice: Choice) -> int:
-        """Tokens of the prompt that were cached."""
         return min(choice.usage.num_cached, self.num_prompt) if choice.usage is not None else 0
 
     def _repeat(self, pieces: Iterable[Piece]) -> None:

@@ -212,7 +212,6 @@ class _ChatForm(OpenAIForm):
         return self._parts(reply, reply.take(each))
 
     def _parts(self, reply: Reply, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """What some pieces add to a message."""
         shown: dict[str, Any] = {}
         for kind, name in (("thought", "reasoning_content"), ("text", "content")):
             if text := "".join(piece.text for piece in pieces if piece.kind == kind):

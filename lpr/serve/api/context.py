@@ -60,7 +60,6 @@ class Context:
     _starting: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Make what works beside the event loop, in turns that are shared among keys."""
         weights = self.service.weights
         self.checks: Sandbox = sandbox(
             "lpr.serve.checks", limits.BODY_TIME, limits.BODY_MEMORY, limits.PROCESSES.most, weights
@@ -80,14 +79,12 @@ class Context:
         task.add_done_callback(self._starting.discard)
 
     async def close(self) -> None:
-        """End them."""
         for task in list(self._starting):
             task.cancel()
         await self.checks.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def load(self, served: Served) -> None:
-        """Serve a model from now on."""
         self._prepare_checks(served)
         self.served = served
         self.start()
@@ -264,7 +261,6 @@ def key_name(request: Request) -> str:
 
 
 def context_of(request: Request) -> Context:
-    """The context of the application."""
     found: Any = request.app.state.context
     assert isinstance(found, Context)
     return found

@@ -86,7 +86,6 @@ async def infill(body: InfillBody, request: Request) -> Response:
 
 
 def _prompt(served: Served, body: InfillBody, count: int) -> tuple[list[int], bool]:
-    """The prompt's ids, and whether it was truncated."""
     prefix = body.input_prefix + body.prompt
     room = served.facts.max_length - count
     if room < 2:

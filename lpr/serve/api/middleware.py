@@ -37,8 +37,6 @@ Parse = Callable[[Scope, bytes, Receive], Awaitable[None]]
 
 
 class Keys:
-    """The API keys."""
-
     def __init__(self, keys: Iterable[tuple[str, str]] = (), weights: Mapping[str, float] | None = None) -> None:
         """Keep the digests of `keys`, pairs of name and key. Equal lengths are compared in constant time.
 
@@ -49,7 +47,6 @@ class Keys:
         self.weights = {name: (weights or {}).get(name, 1.0) for name in self.names}
 
     def __bool__(self) -> bool:
-        """True if requests need a key."""
         return bool(self._digests)
 
     def name_of(self, key: str) -> str | None:
@@ -139,7 +136,6 @@ class Guard:
         self._most_arriving = max(limits.BODIES.most, 4 * args.max_body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

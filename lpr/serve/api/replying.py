@@ -15,8 +15,6 @@ from lpr.serve.text.tokens import Tokens
 
 
 class Reply:
-    """The reply of one choice."""
-
     def __init__(self, replies: Replies, tokens: Tokens, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Read what follows `prompt_ids`; they and the seed decide the ids of calls, which every service so makes."""
         self._replies, self._tokens = replies, tokens
@@ -26,7 +24,6 @@ class Reply:
 
     @property
     def has_calls(self) -> bool:
-        """True once it calls a tool."""
         return self._reader.num_calls > 0
 
     def call_id(self, number: int) -> str:
@@ -45,13 +42,11 @@ class Reply:
         return self._reader.feed(self._tokens.decode(ids, skip_special_tokens=skip)[: max(0, num_characters)])
 
     def take(self, each: Event) -> list[Piece]:
-        """The pieces that are certain with a step."""
         self.delivered(each.choice, each.chunk.start_character)
         reason = each.choice.finish_reason
         return self._reader.feed(each.text, reason is not None, cut=reason != "stop")
 
     def whole(self, choice: Choice) -> list[Piece]:
-        """All pieces of a finished choice."""
         self.delivered(choice, num_delivered(choice))
         return self._reader.feed(choice.text, True, cut=choice.finish_reason != "stop")
 

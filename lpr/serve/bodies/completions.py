@@ -92,7 +92,6 @@ class RefusalPart(Body):
 
     @property
     def text(self) -> str:
-        """The refusal."""
         return self.refusal
 
 
@@ -176,7 +175,6 @@ class ToolCall(Body):
 
     @classmethod
     def of(cls, id: str, name: str, arguments: str) -> ToolCall:
-        """A call of validated fields."""
         function = CalledFunction.model_construct(name=name, arguments=arguments)
         return cls.model_construct(id=id, type="function", function=function)
 
@@ -200,7 +198,6 @@ class Tool(Body):
 
     @classmethod
     def of(cls, name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> Tool:
-        """A tool of validated fields."""
         function = Function.model_construct(name=name, description=description, parameters=parameters, strict=strict)
         return cls.model_construct(type="function", function=function)
 
@@ -219,7 +216,6 @@ class NamedChoice(Body):
 
     @classmethod
     def of(cls, name: str) -> NamedChoice:
-        """The choice of a validated name."""
         return cls.model_construct(type="function", function=FunctionChoice.model_construct(name=name))
 
 

@@ -210,7 +210,6 @@ class EngineBridge(StepHooks):
         self._begun = running
 
     def while_busy(self) -> None:
-        """Send what the step before added."""
         if self.overlaps:
             self._send()
 

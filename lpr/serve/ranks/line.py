@@ -27,8 +27,6 @@ class FrontGoneError(RuntimeError):
 
 
 class Line:
-    """The connection to the front."""
-
     def __init__(self, path: Path, timeout: float = 30.0, epoch: int = 0, loaded: bool = False) -> None:
         """Connect within `timeout` seconds and send Hello; raises FrontGoneError if no front listens."""
         self._socket = socket.socket(socket.AF_UNIX)
@@ -61,7 +59,6 @@ class Line:
         self._load, self._moved = load, time.monotonic()
 
     def send(self, message: ToFront) -> None:
-        """Queue a message to the front."""
         self._outgoing.put(frame(message))
 
     def take(self, wait: float) -> list[ToDriver]:

@@ -48,7 +48,6 @@ class _Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
-        """Parse the block as its own body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
@@ -64,8 +63,6 @@ def _raise(message: str) -> None:
 
 
 class ChatTemplates:
-    """The templates of one model."""
-
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Compile the templates. One that is not Jinja has a `failure`, and is refused when it is used."""
         self.sources = dict(sources)
@@ -104,7 +101,6 @@ class ChatTemplates:
 
     @property
     def is_known(self) -> bool:
-        """True if what the templates read has been learnt."""
         return len(self._fits) == len(self.sources)
 
     def know(self, fits: Mapping[str, Any]) -> None:

@@ -123,8 +123,6 @@ class Extra:
 
 
 class Filler:
-    """Builds the prompts of one family with one tokenizer."""
-
     def __init__(self, family: Family, tokens: Tokens) -> None:
         self.family = family
         self._tokens = tokens

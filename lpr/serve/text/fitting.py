@@ -62,14 +62,12 @@ class Fit:
         yield replace(self, alternates=both)
 
     def messages(self, given: Iterable[Plain]) -> list[Plain]:
-        """The messages for the template."""
         found = self._with_ids(self._turns(self._instructed(list(given))))
         if self.one_call:
             found = _one_call_each(found)
         return [self._shaped(each) for message in found for each in self._split(message)]
 
     def tools(self, given: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The tools for the template."""
         empty = {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}}
         full = [{**each, "function": {**empty, **each["function"]}} for each in given] if self.whole_tools else given
         return [each["function"] if self.bare_tools else each for each in full]
@@ -175,7 +173,6 @@ class Fit:
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """The text of a content."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content or ())

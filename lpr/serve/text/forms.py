@@ -89,8 +89,6 @@ class Format:
 
 
 class Calls:
-    """Reads text with calls in it."""
-
     def __init__(self, reader: Reader, format: Format | None, tools: Tools) -> None:
         """Without a `format` there are no calls."""
         self._reader, self._tools = reader, tools
@@ -162,7 +160,6 @@ class Calls:
         return mark in self._announced and not is_quoted and not self._is_thought
 
     def _first(self, mark: str) -> Parsing[None]:
-        """The call behind a mark."""
         yield from self._one(mark, self._is_announced(mark), 0)
         self._is_open = mark in self._announced
 
@@ -180,7 +177,6 @@ class Calls:
         self._is_open = is_open
 
     def _after(self) -> Parsing[None]:
-        """Take what ends calls."""
         while True:
             yield from self._reader.space()
             mark = yield from self._reader.starts(*self._closes, *(["]"] if self._lists else []))
@@ -433,7 +429,6 @@ def _header(reader: Reader, begin: str, heads: list[str]) -> Parsing[None]:
 
 
 def _body(reader: Reader, tools: Tools, name: str) -> Parsing[None]:
-    """The arguments of a call."""
     name = declared(name, tools) or plain_name(name)
     reader.open(name)
     yield from reader.space()

@@ -78,7 +78,6 @@ def _problem(grammar: str) -> str:
 
 
 def _pick(mask: bytes, dice: random.Random) -> int:
-    """One of the tokens whose bits are set."""
     start = dice.randrange(len(mask))
     at = next(at % len(mask) for at in range(start, start + len(mask)) if mask[at % len(mask)])
     bits = [bit for bit in range(8) if mask[at] >> bit & 1]

@@ -33,7 +33,6 @@ class Lengths:
     counts_space: bool  # False if special tokens can stand for any number of spaces
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that a text has at least."""
         count = len(text) if self.counts_space else len(text) - sum(map(text.count, _SPACES))
         least = math.ceil(count / self.longest)
         if text.isascii():  # Unicode's compositions hide letters elsewhere

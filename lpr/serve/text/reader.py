@@ -126,20 +126,16 @@ class Reader:
     # What parsers say.
 
     def think(self, text: str) -> None:
-        """Some of a thought."""
         self._say(Piece("thought", text))
 
     def say(self, text: str) -> None:
-        """Some of the text."""
         self._say(Piece("text", text))
 
     def open(self, name: str) -> None:
-        """A call begins."""
         self.num_calls += 1
         self._say(Piece("call", name, self.num_calls - 1))
 
     def argue(self, text: str) -> None:
-        """Some of the JSON of the last call's arguments."""
         self._argued = self._base + self._at
         self._say(Piece("arguments", text, self.num_calls - 1))
 
@@ -422,12 +418,10 @@ class Reader:
         self.end_object(separator.replace(",", ""))
 
     def begin_object(self) -> None:
-        """The arguments begin."""
         self.argue("{")
         self._closing = "}"
 
     def end_object(self, blank: str = "") -> None:
-        """The arguments end."""
         self.argue(blank + "}")
         self._closing = ""
 
@@ -438,7 +432,6 @@ class Reader:
         self.show()
 
     def end_string(self) -> None:
-        """The string ends."""
         self.argue('"')
         self._closing = "}"
 

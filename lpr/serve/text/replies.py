@@ -55,7 +55,6 @@ class Replies:
         return not tokens.special.isdisjoint(MARK.findall(" ".join(written)))
 
     def reader(self) -> Reader:
-        """A reader of one reply."""
         return Reader(self._parse, None if self.several else 1)
 
     def call_id(self, digits: str) -> str:

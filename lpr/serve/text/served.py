@@ -284,7 +284,6 @@ def samplers_of(given: Sequence[str] | None) -> set[str]:
 
 
 def fresh_seed() -> int:
-    """A seed for a request that names none."""
     return secrets.randbits(32)
 
 

@@ -77,7 +77,6 @@ class Tokens:
         return sys.maxsize if self.lengths is None else (num_tokens + _MARGIN) * self.lengths.longest
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of some ids."""
         return str(self._plain.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def id_of(self, name: str) -> int | None:

@@ -179,7 +179,6 @@ def _as_json(text: str) -> str:
 
 
 def _string(word: str) -> str:
-    """A string of JSON or of Python as JSON."""
 
     def escaped(found: re.Match[str]) -> str:
         text = found[0]
