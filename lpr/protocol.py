@@ -6,7 +6,9 @@ torch here: the front must not load it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -58,7 +60,10 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Complete a prompt, or continue an output of which a part was delivered."""
+    """Complete a prompt, or continue an output of which a part was delivered.
+
+    The one description of a request, from the validated body of a service, or a call of the engine, to its requests.
+    """
 
     id: RequestId
     token_ids: list[int]
@@ -86,6 +91,22 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Tokens that the output is expected to follow where it can: a draft source of this request alone."""
     predicted: tuple[int, int] = (0, 0)
     """Tokens drafted from the prediction so far, and those of them in the output."""
+
+    @classmethod
+    def of(cls, prompt_ids: list[int], params: SamplingParams, delivered: Sequence[int] = (), **fields: Any) -> Submit:
+        """A request that has no number yet, with the output `delivered` so far."""
+        tokens = [*prompt_ids, *delivered] if delivered else prompt_ids
+        return cls(0, tokens, params, len(prompt_ids), **fields)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt; not to be written to."""
+        return self.token_ids if self.num_prompt == len(self.token_ids) else self.token_ids[: self.num_prompt]
+
+    @property
+    def delivered(self) -> list[int]:
+        """The output tokens that were delivered already."""
+        return self.token_ids[self.num_prompt :]
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):

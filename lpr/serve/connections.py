@@ -9,7 +9,7 @@ import re
 import socket
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -17,8 +17,6 @@ from lpr.serve import limits
 from lpr.serve.errors import error_body
 
 if TYPE_CHECKING:
-    from lpr.serve.port import Port
-
     _Base = H11Protocol
 else:
     _Base = asyncio.BufferedProtocol
@@ -48,6 +46,16 @@ SECONDS = {
 """How long a connection waits."""
 
 
+class Watching(Protocol):
+    """The part of lpr.serve.port.Port that connections know."""
+
+    @property
+    def may_linger(self) -> bool: ...
+    def wait(self, connection: Connection, waits: Waits) -> None: ...
+    def work(self, connection: Connection) -> None: ...
+    def lost(self, connection: Connection) -> None: ...
+
+
 class Connection(_Base):
     """One connection; a class of uvicorn follows it in the order of bases.
 
@@ -56,7 +64,7 @@ class Connection(_Base):
 
     _buffer = bytearray(_READ)  # of all connections: its bytes are copied before the next one reads
 
-    def __init__(self, *args: Any, port: Port, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, port: Watching, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._port = port
         self._head = bytearray()  # the incomplete head, and what came with its end

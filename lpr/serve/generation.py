@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 from starlette.types import Receive
 
-from lpr.protocol import Chunk, ErrorCode, RequestId, TokenLogprobs, Usage
+from lpr.protocol import Chunk, ErrorCode, RequestId, Submit, TokenLogprobs, Usage
 from lpr.serve.errors import ApiError
 from lpr.serve.inbox import Inbox
-from lpr.serve.jobs import Job, Terms, Wanted
+from lpr.serve.jobs import Job
 from lpr.serve.service import Service
 
 
@@ -78,21 +78,22 @@ class Generation:
     def __init__(
         self,
         service: Service,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[Submit],
         receive: Receive,
-        *,
         timeout: float,
-        terms: Terms,
+        key: str = "",
         limits: Callable[[], TextLimit] | None = None,
-        scored: Sequence[Wanted] = (),
+        scored: Sequence[Submit] = (),
     ) -> None:
-        """Accept the texts, or raise ApiError. `receive` reports the client's end, `timeout` is in seconds.
+        """Accept the texts of a client's `key`, or raise ApiError.
+
+        `receive` reports the client's end, `timeout` is in seconds.
 
         `scored` are known texts, whose log-probabilities are computed before any of `wanted` begins. All take their
         room in the queue now, so that what is accepted is also finished.
         """
-        num_tokens = sum(len(each.prompt_ids) + len(each.delivered) for each in (*scored, *wanted))
-        service.check_room(len(scored) + len(wanted), num_tokens, terms.key)
+        num_tokens = sum(len(each.token_ids) for each in (*scored, *wanted))
+        service.check_room(len(scored) + len(wanted), num_tokens, key)
         self._service = service
         self._receive = receive
         self._timeout = timeout
@@ -100,11 +101,11 @@ class Generation:
         self._inbox = Inbox()
         self.scored: list[Choice] = []
         for index, each in enumerate(scored):
-            job = service.open(each, replace(terms, details=False), self._inbox, True)
+            job = service.open(each, self._inbox, True)
             self.scored.append(Choice(index, job))
         self.choices: list[Choice] = []
         for index, each in enumerate(wanted):
-            job = service.open(each, terms, self._inbox, not scored)
+            job = service.open(each, self._inbox, not scored)
             self.choices.append(Choice(index, job, limits() if limits is not None else None))
         self._all = [*self.scored, *self.choices]
         self._by_id: dict[RequestId, Choice] = {choice.job.id: choice for choice in self._all}

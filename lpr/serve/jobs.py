@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lpr.config import SamplingParams
+from lpr.protocol import Submit
 from lpr.serve.inbox import Inbox
 
 SUSPECT_DEATHS = 2  # deaths of all ranks in a row, without a token in between, that make a request a suspect
@@ -21,34 +21,12 @@ LONE_DEATHS = 2
 """Deaths in a row, without a token in between, while the ranks worked on one request alone, that convict it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """One text that a request asks for."""
-
-    prompt_ids: list[int]
-    params: SamplingParams
-    delivered: Sequence[int] = ()  # output ids that another service has delivered: the text goes on after them
-    prediction: Sequence[int] = ()  # ids that the output is likely to repeat in large part
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """How the texts of a request are treated. The same for all of them."""
-
-    key: str = ""  # Name of the client's API key: its share of the slots and of the queue. "" without keys.
-    tenant: str = ""
-    priority: int = 0
-    details: bool = False
-
-
 @dataclass(eq=False)
 class Job:
     """One prompt on its way to one text. Times are those of time.monotonic."""
 
     id: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    terms: Terms
+    submit: Submit  # what the driver gets, then with the output so far
     inbox: Inbox
     arrived: float = field(default_factory=time.monotonic)
     was_given: bool = False
@@ -63,7 +41,6 @@ class Job:
     num_characters: int | None = 0
     """Characters of text delivered so far. None until the driver says how many those of another service were."""
     deaths: int = 0  # how often in a row all ranks died while they worked on this, without a token in between
-    prediction: Sequence[int] = ()
     predicted: tuple[int, int] = (0, 0)
     """Tokens drafted from the prediction, and those of them in the output (lpr.protocol.Submit)."""
     lone_deaths: int = 0  # how often in a row they worked on nothing else then
@@ -72,12 +49,12 @@ class Job:
     @property
     def num_to_fill(self) -> int:
         """Tokens that are computed before its next one."""
-        return len(self.prompt_ids) + len(self.token_ids)
+        return self.submit.num_prompt + len(self.token_ids)
 
     @property
     def is_scoring(self) -> bool:
         """True if the output is known and only its log-probabilities are asked for."""
-        return bool(self.params.forced_ids)
+        return bool(self.submit.params.forced_ids)
 
 
 class Jobs:

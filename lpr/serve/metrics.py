@@ -131,7 +131,7 @@ class Metrics:
 
     def _opened(self, job: Job) -> None:
         if not job.is_scoring:
-            self.max_tokens.observe(job.params.max_new_tokens)
+            self.max_tokens.observe(job.submit.params.max_new_tokens)
 
     def _chunk(self, job: Job, chunk: Chunk) -> None:
         if job.is_scoring:
@@ -141,7 +141,7 @@ class Metrics:
         self.output_tokens.inc(len(chunk.token_ids))
         if job.first is None:
             self.first_token.observe(now - job.arrived)
-            self.prompt_tokens.inc(len(job.prompt_ids))
+            self.prompt_tokens.inc(job.submit.num_prompt)
         elif job.latest is not None:
             # The tokens of a step arrive together. Each counts with its share of the time since the last step.
             for _ in chunk.token_ids:
@@ -160,14 +160,14 @@ class Metrics:
         self.prefill.observe(job.first - job.begun)
         self.decode.observe(job.latest - job.first)
         self.inference.observe(job.ended - job.begun)
-        self.prompt_length.observe(len(job.prompt_ids))
+        self.prompt_length.observe(job.submit.num_prompt)
         num_tokens = len(job.token_ids) - job.num_delivered
         self.output_length.observe(num_tokens)
         if num_tokens > 1:
             self.per_token.observe((job.latest - job.first) / (num_tokens - 1))
 
     def _used(self, job: Job, usage: Usage) -> None:
-        self.prefix_queries.inc(len(job.prompt_ids))
+        self.prefix_queries.inc(job.submit.num_prompt)
         self.prefix_hits.inc(usage.num_cached)
         self.steps.inc(usage.num_steps)
         self.fill_steps.inc(usage.num_fill_steps)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from lpr.protocol import Submit
 from lpr.serve.api.answers import Form, event
 from lpr.serve.api.replying import Reply, num_delivered
 from lpr.serve.generation import Choice, Event
-from lpr.serve.jobs import Wanted
 from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import Replies
 from lpr.serve.text.served import Served
@@ -33,15 +33,15 @@ class BlockForm(Form):
 
     ends_with_done: ClassVar[bool] = False
 
-    def __init__(self, served: Served, replies: Replies, wanted: Wanted, shows_ids: bool) -> None:
+    def __init__(self, served: Served, replies: Replies, wanted: Submit, shows_ids: bool) -> None:
         """Show the reply that is `wanted`; in a stream, after the events of each step its token ids if `shows_ids`."""
         self.served = served
         self.blocks: list[Block] = []
-        self.num_prompt = len(wanted.prompt_ids)
+        self.num_prompt = wanted.num_prompt
         self.params = wanted.params
         self._is_begun = bool(wanted.delivered)
         self._shows_ids = shows_ids
-        self._reply = Reply(replies, served.tokens, wanted.prompt_ids, wanted.params)
+        self._reply = Reply(replies, served.tokens, wanted)
         self._is_open = False
 
     @property

@@ -7,21 +7,22 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
 from lpr.fleet.affinity import prefix_keys
-from lpr.protocol import ErrorCode
+from lpr.protocol import ErrorCode, Submit
 from lpr.serve import limits
 from lpr.serve.bodies.completions import ResponseFormat, Sampling
 from lpr.serve.errors import ApiError, bad
-from lpr.serve.generation import DisconnectedError, Generation
-from lpr.serve.jobs import Terms, Wanted
+from lpr.serve.generation import DisconnectedError, Generation, TextLimit
+from lpr.serve.limits import PRIORITY
 from lpr.serve.metrics import Metrics
 from lpr.serve.sandbox import ExhaustedError, Sandbox, sandbox
 from lpr.serve.service import Service
@@ -167,14 +168,24 @@ class Context:
             full = f"{kind}-{request.state.request_id}-{secrets.token_hex(4)}"
         return full
 
-    def generation(self, request: Request, body: Sampling | None, wanted: Sequence[Wanted], **more: Any) -> Generation:
-        """Accept the texts that a request wants; `more` as Generation takes it. Raises ApiError."""
-        terms = Terms(key=key_name(request), tenant=self.tenant(request))
+    def generation(
+        self,
+        request: Request,
+        body: Sampling | None,
+        wanted: Sequence[Submit],
+        scored: Sequence[Submit] = (),
+        limits: Callable[[], TextLimit] | None = None,
+    ) -> Generation:
+        """Accept the texts that a request wants, as its key and its body have them treated. Raises ApiError."""
+        key = key_name(request)
+        common: dict[str, Any] = {"share": key, "weight": self.service.weights.get(key, 1.0)}
+        common |= {"tenant": self.tenant(request), "learns": self.share_drafts != "none"}
         if body is not None:
-            most = limits.PRIORITY.most
-            priority = max(-most, min(most, body.priority))
-            terms = replace(terms, priority=priority, details=bool(body.return_sources))
-        return Generation(self.service, wanted, request.receive, timeout=self.request_timeout, terms=terms, **more)
+            common["priority"] = max(-PRIORITY.most, min(PRIORITY.most, body.priority))
+        details = body is not None and bool(body.return_sources)
+        texts = [msgspec.structs.replace(each, **common, details=details) for each in wanted]
+        known = [msgspec.structs.replace(each, **common) for each in scored]
+        return Generation(self.service, texts, request.receive, self.request_timeout, key, limits, known)
 
     @contextmanager
     def running(self, request: Request, name: str, generation: Generation) -> Iterator[None]:
@@ -191,7 +202,7 @@ class Context:
             generation.cancel()
             choices = generation.choices
             request.state.log = {
-                "prompt_tokens": sum(len(choice.job.prompt_ids) for choice in choices),
+                "prompt_tokens": sum(choice.job.submit.num_prompt for choice in choices),
                 "completion_tokens": sum(len(choice.token_ids) for choice in choices),
                 "steps": sum(choice.num_steps for choice in choices),
                 "finish": [choice.finish_reason or "abort" for choice in choices],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from lpr.config import SamplingParams
+from lpr.protocol import Submit
 from lpr.serve.generation import Choice, Event
 from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import Replies
@@ -15,10 +15,11 @@ from lpr.serve.text.tokens import Tokens
 
 
 class Reply:
-    def __init__(self, replies: Replies, tokens: Tokens, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Read what follows `prompt_ids`; they and the seed decide the ids of calls, which every service so makes."""
+    def __init__(self, replies: Replies, tokens: Tokens, wanted: Submit) -> None:
+        """Read what follows a prompt; it and the seed decide the ids of calls, which every service so makes."""
+        seed = wanted.params.seed % 2**64
         self._replies, self._tokens = replies, tokens
-        self._salt = blake2b(array("q", prompt_ids).tobytes(), key=(params.seed % 2**64).to_bytes(8, "little"))
+        self._salt = blake2b(array("q", wanted.prompt_ids).tobytes(), key=seed.to_bytes(8, "little"))
         self._reader = replies.reader()
         self._is_begun = False
 
@@ -38,7 +39,7 @@ class Reply:
         if not is_first or not choice.job.num_delivered:
             return []
         ids = choice.job.token_ids[: choice.job.num_delivered]
-        skip = choice.job.params.skip_special_tokens
+        skip = choice.job.submit.params.skip_special_tokens
         return self._reader.feed(self._tokens.decode(ids, skip_special_tokens=skip)[: max(0, num_characters)])
 
     def take(self, each: Event) -> list[Piece]:

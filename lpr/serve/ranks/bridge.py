@@ -71,7 +71,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
 def _drive(engine: Engine, line: Line, model: str, args: ServeArgs, takes_over: bool) -> None:
     kept = _kept_trie(args.trie, engine, loads=not takes_over)
     with _stopped(engine, line), kept, _shared(args, engine, line) as drafts:
-        EngineBridge(engine, line, model, learns=args.share_drafts != "none", drafts=drafts).run()
+        EngineBridge(engine, line, model, drafts).run()
 
 
 @contextlib.contextmanager
@@ -130,19 +130,16 @@ def _tell(line: Line | None, stage: str, number: int) -> None:
 class EngineBridge(StepHooks):
     """Between the front's socket and rank 0's engine."""
 
-    def __init__(
-        self, engine: Engine, line: Line, model: str, learns: bool = True, drafts: SharedDrafts | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, line: Line, model: str, drafts: SharedDrafts | None = None) -> None:
         """Connect `engine` and `line`; raises InputError for a model that cannot be served.
 
-        After a change of drivers the engine holds requests already, and the front says which of them go on. `learns`
-        lets requests draft from the outputs of others of their tenant. `drafts` shares these with other replicas.
+        After a change of drivers the engine holds requests already, and the front says which of them go on. `drafts`
+        shares outputs with other replicas.
         """
         self.engine = engine
         self.overlaps = engine.model.device.type == "cuda"
         """True if the device works while the host goes on: then chunks are sent while the next step runs."""
         self._drafts = drafts
-        self._learns = learns
         self._line = line
         self._open: dict[int, Request] = {}
         self._new: dict[int, Submit] = {}  # requests that are not submitted yet
@@ -257,26 +254,11 @@ class EngineBridge(StepHooks):
 
     def _submit(self, message: Submit) -> Iterator[Chunk]:
         """Submit a request, or continue one that the ranks hold; yields what can be sent at once."""
-        id, num_prompt = int(message.id), message.num_prompt
-        delivered = message.token_ids[num_prompt:]
+        id = int(message.id)
         request = self.engine.requests.get(id)
         try:
             if request is None:
-                request = self.engine.submit(
-                    message.token_ids[:num_prompt],
-                    message.params,
-                    id=id,
-                    priority=message.priority,
-                    delivered=delivered,
-                    tenant=message.tenant,
-                    share=message.share,
-                    weight=message.weight,
-                    learns=self._learns,
-                    details=message.details,
-                    arrived=message.arrived,
-                    prediction=message.prediction,
-                    predicted=message.predicted,
-                )
+                request = self.engine.submit(message)
             else:
                 request.take()  # sent again below
         except InputError as failure:
@@ -286,7 +268,7 @@ class EngineBridge(StepHooks):
             self._drafts.follow(message.tenant)
         self._open[id] = request
         if request.num_output:
-            yield request.resend(len(delivered))
+            yield request.resend(len(message.token_ids) - message.num_prompt)
 
     def _finish(self, message: Finish) -> None:
         """End a request whose text is complete, and send its usage at once, as the client waits for it."""
