@@ -11,8 +11,8 @@ from lpr.protocol import Submit
 from lpr.serve.api.answers import Form, event
 from lpr.serve.api.replying import Reply, num_delivered
 from lpr.serve.generation import Choice, Event
-from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import Replies
+from lpr.serve.text.scanner import Piece
 from lpr.serve.text.served import Served
 
 TOKEN_IDS = "lpr.token_ids"

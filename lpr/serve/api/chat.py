@@ -21,8 +21,8 @@ from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.sandbox import ExhaustedError
 from lpr.serve.text.conversation import check_templates, is_simple
-from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import PLAIN, Replies
+from lpr.serve.text.scanner import Piece
 from lpr.serve.text.served import Served, spread
 from lpr.serve.text.tokens import LONG, Tokens
 

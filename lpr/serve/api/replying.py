@@ -9,8 +9,8 @@ from typing import Any
 
 from lpr.protocol import Submit
 from lpr.serve.generation import Choice, Event
-from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import Replies
+from lpr.serve.text.scanner import Piece
 from lpr.serve.text.tokens import Tokens
 
 

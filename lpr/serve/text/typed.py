@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
+Tools = Mapping[str, Schema]  # the JSON schema of each function's arguments, by its name
 
 _MOST_BRANCHES = 64  # alternatives of a schema that are looked at
 _KIND = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
