@@ -80,8 +80,7 @@ class Drafter:
         self._evaluated = EvaluatedNodes()
         self._cells: list[int] = []  # of the last draft's nodes
         self._recent: dict[int, None] = {}  # in the order of last use
-        self.head: HeadDraft | None = None
-        """The guesses of the model's head for the next draft."""
+        self.head: HeadDraft | None = None  # the guesses of the model's head for the next draft
         self._prediction = Prediction(prediction, num_prompt) if len(prediction) and config.trie_nodes else None
         self._sources: list[FindPlaces] = [self._ngrams]
         if config.trie_nodes:

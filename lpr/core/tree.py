@@ -37,8 +37,7 @@ class TokenTree:
         self.parents: list[int] = [-1]
         self.depths: list[int] = [0]
         self.sources: list[int] = [Source.ROOT]
-        self.children: list[dict[int, int]] = [{}]
-        """`children[i]` maps a token to the child of node i that holds it."""
+        self.children: list[dict[int, int]] = [{}]  # `children[i]` maps a token to the child of node i that holds it
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -36,10 +36,8 @@ class Gathered:
     """What all ranks have sent in a step."""
 
     draft: StepDraft
-    payloads: np.ndarray
-    """int32 [world ranks, words]."""
-    width: int
-    """Words of a node."""
+    payloads: np.ndarray  # int32 [world ranks, words]
+    width: int  # words of a node
     num_logprobs: int | None
     num_guesses: int
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from lpr.core.tree import Source, TokenTree
 from lpr.protocol import Usage
 
-At = tuple[int, int]
-"""A node's source and depth."""
+At = tuple[int, int]  # a node's source and depth
 
 
 @dataclass

@@ -54,8 +54,7 @@ _QUERIES = re.compile(r"\.(q_proj|q_b_proj|q_gate_proj|kv_b_proj|qkv_proj|query_
 class TensorParallel:
     """The ranks that share one replica, and the backend that splits the model."""
 
-    mesh: DeviceMesh
-    """One axis, `tp`."""
+    mesh: DeviceMesh  # one axis, `tp`
     backend: str = "transformers"
 
     @property

@@ -19,10 +19,8 @@ from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.rewrite.merged_linear import PackedLinear
 from lpr.model.runner import TreeModel
 
-_MOST_READ = 3
-"""Values of a parameter that are read."""
-_SMALL = 4096
-"""Buffers with fewer values are no weights; models write to theirs."""
+_MOST_READ = 3  # values of a parameter that are read
+_SMALL = 4096  # buffers with fewer values are no weights; models write to theirs
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Attributes of PEFT's layers that change what they compute."""
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32}

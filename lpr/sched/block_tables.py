@@ -24,15 +24,12 @@ from lpr.sched.state_snapshots import Snapshots, border
 class Table:
     """The pages of one running request."""
 
-    root: Node
-    """Of the tenant's tree."""
+    root: Node  # of the tenant's tree
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     """The nodes of the leading pages, all full; the pages behind them are this request's alone."""
-    is_known: bool = False
-    """True if the cache has the pages as they are."""
-    room: range = range(0)
-    """Pages that are kept for it to grow into."""
+    is_known: bool = False  # True if the cache has the pages as they are
+    room: range = range(0)  # pages that are kept for it to grow into
 
     def __post_init__(self) -> None:
         """Keep the root."""
@@ -55,8 +52,7 @@ class RankPages(Generic[R]):
         `num_snapshots` is of a model with recurrent states (lpr.sched.state_snapshots), None for one without.
         """
         self.rank, self.num_slots, self.pool, self.retains = rank, num_slots, pool, retains
-        self.running: list[R] = []
-        """By slot, which is a request's place in the batch."""
+        self.running: list[R] = []  # by slot, which is a request's place in the batch
         self._tables: list[Table] = []
         self._num_snapshots = num_snapshots
         self._begin_snapshots()

@@ -11,20 +11,16 @@ from typing import Generic
 
 from lpr.sched.limits import R
 
-FIRST_STEPS = 16.0
-"""Steps that the first request of a share is expected to take."""
-NEW_WEIGHT = 0.25
-"""Weight of the latest request in the mean of its share."""
+FIRST_STEPS = 16.0  # steps that the first request of a share is expected to take
+NEW_WEIGHT = 0.25  # weight of the latest request in the mean of its share
 
 
 class Shares(Generic[R]):
     """The clocks of all shares. Replicated: they follow from counts that all ranks hold alike."""
 
     def __init__(self) -> None:
-        self._clocks: dict[str, tuple[float, float]] = {}
-        """By share: its clock, and the mean steps of its requests."""
-        self._now = 0.0
-        """Clock of the share that was admitted last, before it paid."""
+        self._clocks: dict[str, tuple[float, float]] = {}  # by share: its clock, and the mean steps of its requests
+        self._now = 0.0  # clock of the share that was admitted last, before it paid
 
     @property
     def state(self) -> tuple[float, dict[str, tuple[float, float]]]:

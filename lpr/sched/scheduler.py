@@ -23,8 +23,7 @@ MANY = 8
 loses more than the others save: parts only save where several ranks fill in the same step (dev/LOG.md)."""
 
 
-Fill = tuple[R, list[int]]
-"""A request, and how many tokens of its pending chain each rank computes."""
+Fill = tuple[R, list[int]]  # a request, and how many tokens of its pending chain each rank computes
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,8 @@ class Schedule(Generic[R]):
 
     decoding: list[R]
     """They draft, evaluate and accept a tree; in the order of their slots where all ranks serve them."""
-    filling: list[Fill[R]]
-    """They compute K/V of their pending chains; some of them decode on other ranks."""
-    preempted: list[R] = field(default_factory=list)
-    """They gave their pages to others and wait again."""
+    filling: list[Fill[R]]  # they compute K/V of their pending chains; some of them decode on other ranks
+    preempted: list[R] = field(default_factory=list)  # they gave their pages to others and wait again
 
     @property
     def is_empty(self) -> bool:
@@ -48,14 +45,10 @@ class Schedule(Generic[R]):
 class CacheCounts:
     """Counts of tokens and requests since the ranks began."""
 
-    queries: int = 0
-    """Prompt tokens of admitted requests."""
-    hits: int = 0
-    """Those of them whose K/V was reused."""
-    preemptions: int = 0
-    """Times that a request gave its pages to others."""
-    recomputed: int = 0
-    """Tokens of preempted requests whose K/V was computed again."""
+    queries: int = 0  # prompt tokens of admitted requests
+    hits: int = 0  # those of them whose K/V was reused
+    preemptions: int = 0  # times that a request gave its pages to others
+    recomputed: int = 0  # tokens of preempted requests whose K/V was computed again
 
 
 class Scheduler(Generic[R]):
@@ -63,8 +56,7 @@ class Scheduler(Generic[R]):
 
     def __init__(self, limits: Limits[R]) -> None:
         self.limits = limits
-        self.waiting: Waiting[R] = Waiting()
-        """Requests without pages."""
+        self.waiting: Waiting[R] = Waiting()  # requests without pages
         self.placement = Placement(limits)
         self.counts = CacheCounts()
         self._filled_last = False
