@@ -39,7 +39,7 @@ class StepPlan:
     """They compute the K/V of so many tokens of their pending chain, per rank. A rank whose rows are padded has either
     rows of `decoding` or one of these."""
     sizes: TreeSizes
-    digest: int = 0  # of what else must agree on all ranks, the home ranks for one
+    digest: int = 0  # of other state that must agree on all ranks, such as home ranks
     num_command_bytes: int = 0  # length of the commands that the driver broadcasts after the step; 0 on other ranks
 
 

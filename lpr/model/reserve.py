@@ -1,4 +1,4 @@
-"""The memory of a GPU, told before it is spent: one sum for the start of an engine and for `lpr.plan`.
+"""Estimates of GPU memory: one sum for the start of an engine and for `lpr.plan`.
 
 What is there before the K/V cache is sized, and what steps need beside it. Marked *estimated* is what no GPU has shown.
 """

@@ -113,7 +113,7 @@ class ModelFacts:
     kept: tuple[KeptRows, ...]
     states: tuple[KeptState, ...]  # of recurrent layers, whole on every rank
     indexer_heads: int  # heads of sparse attention's indexers, which score every key
-    collectives: tuple[Collective, ...]  # of one forward along tp; empty without a plan
+    collectives: tuple[Collective, ...]  # those of one forward along tp; empty without a plan
     has_plan: bool  # transformers has a tensor-parallel plan for this model type
     splits_queries: bool  # the plan gives each rank its own query heads
     splits_kv: bool

@@ -2,7 +2,7 @@
 
 Each share, the requests of one key, has a clock: the steps that they have held slots for, over the share's weight. The
 waiting share with the least clock is admitted next. A request pays the mean of its share when it begins, and the rest
-when it ends. A share that has waited for nothing begins at the clock of the latest admission, so it saves nothing up.
+when it ends. A share without waiting requests begins at the clock of the latest admission: idle time earns no credit.
 """
 
 from __future__ import annotations

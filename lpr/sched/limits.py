@@ -149,7 +149,7 @@ class Limits(Generic[R]):
     calm_chunk: Callable[[], int] | None = None
     """Most tokens that a rank spends on long chains in a step in which other requests decode; None: `prefill_chunk`."""
     cheap_chunk: Callable[[], int] | None = None
-    """Tokens of prompts of which more in a step make none cheaper, so that prompts had better come one after the other;
+    """Prompt tokens of a step beyond which further ones cost as much each, so prompts are filled one after the other;
     None: unknown."""
     speedup: Callable[[R, int], float] | None = None
     """Factor by which one more rank than so many speeds a request up; None: any rank is worth it."""

@@ -204,7 +204,7 @@ class Scheduler(Generic[R]):
         return Schedule(decoding, filling, preempted)
 
     def _turn(self, request: R) -> tuple[bool, int]:
-        """What requests are filled in the order of."""
+        """The sort key of requests whose prompts are to be filled."""
         targets = self.limits.targets
         return targets is not None and targets.is_lost(request, request.num_pending), request.admission
 

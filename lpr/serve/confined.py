@@ -1,4 +1,4 @@
-"""What the processes of lpr.serve.sandboxed give up on Linux: privileges, the network, other processes."""
+"""Confinement of lpr.serve.sandboxed on Linux: no new privileges, no network, no access to other processes."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def from_validation(first: Mapping[str, Any]) -> ApiError:
 
 
 def _message(first: Mapping[str, Any]) -> str:
-    """What is wrong, in the words of JSON where pydantic has those of Python."""
+    """The message of an error, in the terms of JSON where pydantic uses those of Python."""
     context = first.get("ctx", {})
     match first["type"]:
         case "union_tag_invalid":

@@ -51,7 +51,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Event:
-    """What one step added to one choice; `text` is the part that may be shown."""
+    """The result of one step for one choice; `text` is the part that may be shown."""
 
     choice: Choice
     text: str

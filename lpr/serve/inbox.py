@@ -1,4 +1,4 @@
-"""What a waiting task is woken by, without tasks or timers per token.
+"""Wakes a waiting task without tasks or timers per token.
 
 Every token of every stream passes here, on a core that may also compute. asyncio.Queue with asyncio.wait would take two
 tasks and three more turns of the event loop for each.

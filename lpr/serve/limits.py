@@ -1,4 +1,4 @@
-"""What a client can make large, and how large: the one table of the service's limits.
+"""The one table of the service's limits on what clients send.
 
 Other modules take their numbers from here. docs/security.md shows the table, and tests/serve/test_limits.py has a test
 for each entry.

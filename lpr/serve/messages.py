@@ -62,7 +62,7 @@ class Loading(Message, frozen=True):
 
 
 class Facts(Message, frozen=True, kw_only=True):
-    """Driver to front: the ranks are ready, and what they serve."""
+    """Driver to front: the ranks are ready; describes what they serve."""
 
     model: str  # folder or hub id
     vocab_size: int
@@ -102,7 +102,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stepped(Message, frozen=True):
-    """Driver to front: what one step added to all requests."""
+    """Driver to front: the result of one step for all requests."""
 
     chunks: list[Chunk]
     load: Load

@@ -55,7 +55,7 @@ class Routes:
         return self._serving
 
     def load(self, facts: Facts) -> bool:
-        """Serve the model that `facts` tell of, and return whether that is news.
+        """Serve the model of `facts`; returns False if it is served already.
 
         Raises InputError or ValueError for bad settings.
         """

@@ -288,7 +288,7 @@ class Service:
             self._end(job, chunk)
 
     def _bound_unread(self) -> None:
-        """End what its client reads least of, if clients leave too much unread."""
+        """End the streams with the most unread bytes, while clients leave too much unread."""
         sizes = {job.inbox: job.inbox.size for job in self._jobs}
         while sum(sizes.values()) > limits.UNREAD.most:
             longest = max(sizes, key=lambda each: sizes[each])

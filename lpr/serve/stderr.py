@@ -1,4 +1,4 @@
-"""What the front writes to stderr: a reader that has stopped, or a full disk, holds up nothing."""
+"""A stderr that never blocks: a reader that has stopped, or a full disk, holds up nothing."""
 
 from __future__ import annotations
 

@@ -48,10 +48,10 @@ class DecoderLayer:
     attention: Any
     mlp: Callable[[Tensor], Tensor]  # the module, or what computes it (GatedMlp)
     norms: tuple[Norm, Norm]  # before attention and before the MLP
-    head_norms: tuple[Norm, Norm] | None  # of each head of the queries and of the keys
+    head_norms: tuple[Norm, Norm] | None  # for the heads of queries and of keys
     qkv: Pack
     out: Pack
-    multiplier: float  # of what attention and MLP add to the residual
+    multiplier: float  # scales what attention and MLP add to the residual
     whole: Any = field(init=False)
     """The same layer as one call (native.DecoderLayer); None if it is not of known parts alone."""
     run: Run | None = field(init=False)

@@ -55,7 +55,7 @@ class Chain:
     row: Row
     entries: Sequence[int]  # of the row, in order
     tokens: Sequence[int]  # the token after each of `entries`
-    params: SamplingParams | None  # of the request whose next tokens are guessed; None only keeps the entries
+    params: SamplingParams | None  # those of the request; None keeps the entries without guessing
 
 
 @dataclass

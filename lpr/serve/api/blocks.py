@@ -25,7 +25,7 @@ class Block:
     kind: Literal["thought", "text", "call"]
     id: str
     name: str = ""  # the function's, of a call
-    text: str = ""  # of a call, its arguments as JSON
+    text: str = ""  # for a call, its arguments as JSON
 
 
 class BlockForm(Form):

@@ -115,7 +115,7 @@ async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeB
 
 
 def chat_asked(request: Request, body: Body) -> ChatBody:
-    """The chat that a body asks for; that of a long one has left its messages in the process that read them."""
+    """The chat of a body. That of a long body has no messages: the process that checked it has rendered them."""
     known, _, _ = getattr(request.state, "rendered", (None, None, None))
     chat = known if known is not None else chat_of(body)
     assert isinstance(chat, ChatBody)

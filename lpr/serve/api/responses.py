@@ -160,7 +160,7 @@ def _logprobs(block: Block) -> dict[str, Any]:
 
 
 def _text(options: TextOptions) -> dict[str, Any]:
-    """What a response says of its text's form: only a schema has a name."""
+    """The `text` field of a response: only a schema has a name."""
     said = options.model_dump(by_alias=True, exclude_none=True)
     form = options.format or Format()
     return said if form.type == "json_schema" else {**said, "format": {"type": form.type}}

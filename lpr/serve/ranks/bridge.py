@@ -222,7 +222,7 @@ class EngineBridge(StepHooks):
         return COMPILING_EVERY if self._compiling else PULSE_EVERY if self._is_idle else 0.0
 
     def _learn(self) -> None:
-        """Learn some of what other replicas have finished, and hand over a snapshot if one is due."""
+        """Learn some finished outputs of other replicas, and hand over a snapshot if one is due."""
         if self._drafts is None:
             return
         batch = self._drafts.take()
@@ -232,7 +232,7 @@ class EngineBridge(StepHooks):
             self._drafts.offer(tenant, *self.engine.learned(tenant))
 
     def _send(self) -> None:
-        """Send what steps have added since the last call."""
+        """Send the chunks since the last call."""
         chunks, self._ready = self._ready, []
         for request in self._advanced:
             if not isinstance(request.id, int) or request.id not in self._open:

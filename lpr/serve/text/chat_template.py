@@ -104,7 +104,7 @@ class ChatTemplates:
         return len(self._fits) == len(self.sources)
 
     def know(self, fits: Mapping[str, Any]) -> None:
-        """Note what `learnt` returned elsewhere; a template that is missing there reads all."""
+        """Take over the result of `learnt` from another process; a template that is missing in it reads everything."""
         self._fits = {name: msgspec.convert(fits.get(name, {}), Fit) for name in self.sources}
 
     def learnt(self) -> dict[str, Any]:

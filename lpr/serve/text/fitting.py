@@ -27,7 +27,7 @@ _ABSENT = "absent"
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What a template reads."""
+    """The forms of messages and tools that a template reads."""
 
     parts: frozenset[str] = frozenset()  # roles whose content it takes as a list of parts, and not as text
     lists: frozenset[str] = frozenset()  # roles whose content it takes in either form: the client's
@@ -229,7 +229,7 @@ class _Lesson:
 
 
 def learn(render: Render, has_calls: bool = True) -> Fit:
-    """What a template reads; without `has_calls` it names no calls."""
+    """Learn what a template reads; without `has_calls` the template names no calls."""
     salt = secrets.token_hex(4)
     s, s2, s3, u, u2, a, a2, r, t, t2, f, f2, k, v, v2 = (f"q{salt}{at}x" for at in range(15))
     user, user2 = ({"role": "user", "content": each} for each in (u, u2))
@@ -356,7 +356,7 @@ def marked(given: Sequence[Plain]) -> tuple[list[Plain], dict[str, tuple[str, st
 
 
 def shape_of(given: Sequence[Plain]) -> Hashable:
-    """What decides, beside its words, where the texts of a conversation go in a prompt."""
+    """The properties of a conversation, besides its words, that decide where its texts go in a prompt."""
     return tuple(
         (
             message["role"],

@@ -59,7 +59,7 @@ def _unusable(problem: str) -> ApiError:
 
 
 def _problem(grammar: str) -> str:
-    """What goes wrong with a matcher as the ranks use it; "" if nothing does."""
+    """The error of a matcher used as the ranks use it; "" without one."""
     if _tokenizer is None:
         return ""
     fresh = matcher(_tokenizer, grammar)

@@ -114,7 +114,7 @@ class Grammars:
 
 
 def _source(wanted: ResponseFormat) -> tuple[str, str]:
-    """What is to be compiled: its kind and its text."""
+    """The kind and text of a grammar."""
     if wanted.type == "regex":
         return "regex", wanted.regex or ""
     if wanted.type == "grammar":
@@ -124,7 +124,7 @@ def _source(wanted: ResponseFormat) -> tuple[str, str]:
 
 
 def _too_large(kind: str, text: str) -> str:
-    """Why a text is not even tried; "" if it is."""
+    """Why a text is refused by its size; "" if it is not."""
     if kind != "regex" and len(text) > limits.GRAMMAR.most:
         return f"it is longer than {limits.GRAMMAR.most} characters"
     if kind in ("json_schema", "lark") and text.count('"$ref"') > limits.REFERENCES.most:

@@ -15,7 +15,7 @@ from lpr.serve.text.tokens import Tokens
 
 @dataclass(frozen=True)
 class Family:
-    """What a chat template tells of its model's replies."""
+    """The form of a model's replies, by its chat template."""
 
     format: Format | None  # None: it has no calls, or calls in a form that is not known
     thoughts: Thoughts | None

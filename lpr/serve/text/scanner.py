@@ -32,14 +32,14 @@ _SCALAR = re.compile(r"[\w.+\-]+")
 
 
 class MalformedError(ValueError):
-    """Text that is no call."""
+    """The text is not a call."""
 
 
 class Piece(NamedTuple):
     """A part of a reply: some of a thought or of the text, a call's beginning, or some of its arguments."""
 
     kind: Literal["thought", "text", "call", "arguments"]
-    text: str  # Of a call, the function's name. Arguments are JSON.
+    text: str  # the function's name for a call, JSON for arguments
     call: int = -1  # the number of the call, from 0
 
 
@@ -67,7 +67,7 @@ marks = lru_cache(1024)(Marks)
 
 
 class _Try:
-    """An attempt: where it began, and what came of it so far."""
+    """An attempt: where it began, and what it has found so far."""
 
     def __init__(self, begin: int, num_calls: int, can_show: bool) -> None:
         self.begin, self.num_calls, self.can_show = begin, num_calls, can_show
@@ -76,7 +76,7 @@ class _Try:
 
 
 class Scanner:
-    """What has come of one reply and is not parsed yet, and the steps of which parsers are made."""
+    """The unparsed text of one reply, and the steps of which parsers are made."""
 
     def __init__(self, parse: Callable[[Any], Parsing[None]], most_calls: int | None = None) -> None:
         """Read by `parse`. Calls beyond `most_calls` are left out."""
@@ -120,7 +120,7 @@ class Scanner:
         found, self._pieces = self._pieces, []
         return _joined(found)
 
-    # What parsers say.
+    # Called by parsers.
 
     def think(self, text: str) -> None:
         self._say(Piece("thought", text))

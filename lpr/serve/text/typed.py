@@ -197,7 +197,7 @@ def _refuse(constant: str) -> Any:
 
 
 def _target(reference: str, root: Schema) -> Any:
-    """What a reference within a schema names; None if there is none."""
+    """The target of a reference within a schema; None if it is missing."""
     found: Any = root if reference.startswith("#") else None
     for name in reference.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

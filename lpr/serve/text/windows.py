@@ -13,7 +13,7 @@ _CURSORS = ("<|user_cursor|>", "<|user_cursor_is_here|>", "<|cursor|>")
 
 
 class _Marks(NamedTuple):
-    """What stands around a window, and at the end of its prompt."""
+    """The marks around a window, and at the end of its prompt."""
 
     begin: str
     end: str
