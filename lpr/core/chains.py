@@ -40,7 +40,6 @@ class ChainRecord:
     """What the sequences of a server have shown together. A new one starts from its calibration."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.calibration = Calibration()
         self.acceptance = Promises()
 
@@ -61,7 +60,6 @@ class ChainState:
         self._probabilities: list[float] = []
 
     def __len__(self) -> int:
-        """Tokens read."""
         return len(self.tokens)
 
     def continues_in(self, text: np.ndarray) -> bool:

@@ -52,7 +52,6 @@ class ConcurrentLoad:
     """The size of the ranks' trees in the last steps; alike on all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
-        """No step yet."""
         self._recent: list[deque[float]] = [deque(maxlen=MEMORY) for _ in range(num_ranks)]
         """Per rank, the nodes per request that it has evaluated."""
 

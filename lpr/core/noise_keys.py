@@ -18,7 +18,6 @@ Choice = tuple[int, float, int, float, float]  # a request's seed (64 bits), tem
 
 
 def mix32(x: int) -> int:
-    """Hash a 32-bit value."""
     for shift, multiplier in ROUNDS:
         x ^= x >> shift
         x = (x * multiplier) & MASK32

@@ -166,5 +166,4 @@ def octave_of(share: float) -> int:
 
 
 def size_of(count: int) -> int:
-    """The next power of two: numbers that count together."""
     return 1 << (count - 1).bit_length()

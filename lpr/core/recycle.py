@@ -16,7 +16,6 @@ _UNKNOWN: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
 
 def probability_of(score: int) -> float:
-    """The probability of a score."""
     return math.exp(-score / SCORE_STEPS)
 
 
@@ -29,7 +28,6 @@ class CandidateTable:
         self._rows: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
 
     def __len__(self) -> int:
-        """Number of tokens with candidates."""
         return len(self._rows)
 
     def update(

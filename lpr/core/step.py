@@ -62,12 +62,10 @@ class StepDraft:
     """Per rank, the tokens that it has evaluated, pending chains and nodes; once concluded."""
 
     def __len__(self) -> int:
-        """Number of trees."""
         return len(self.trees)
 
     @property
     def mine(self) -> Sequence[int]:
-        """The trees that this rank evaluates."""
         return self.served[self.rank]
 
     def own(self, index: int) -> tuple[TokenTree, Shard]:

@@ -61,7 +61,6 @@ class SuffixIndex:
         return index
 
     def __len__(self) -> int:
-        """Tokens held, ends of documents included."""
         return len(self.tokens) - self.start
 
     def history(self) -> array[int]:

@@ -43,7 +43,6 @@ class Gathered:
 
     @property
     def num_command_bytes(self) -> int:
-        """Length of the commands that the driver has announced."""
         return wire.num_command_bytes(self.payloads)
 
     def conclude(self, budgets: Budgets) -> tuple[list[Conclusion], np.ndarray]:

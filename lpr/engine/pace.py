@@ -23,7 +23,6 @@ class Pace:
     """Compares steps with guesses and steps without."""
 
     def __init__(self) -> None:
-        """Begin with a trial of guesses."""
         self.rests = False  # True while the head guesses nothing
         self._left, self._stay, self._is_trial = TRIAL, FIRST_STAY, True
         self._counts = {False: [0.0, 0.0], True: [0.0, 0.0]}  # tokens and milliseconds of steps, by `rests`

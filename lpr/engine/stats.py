@@ -98,7 +98,6 @@ class DecodeStats:
         )
 
     def add(self, other: DecodeStats) -> None:
-        """Add the counts of `other`."""
         self.num_steps += other.num_steps
         self.num_fill_steps += other.num_fill_steps
         self.num_tokens += other.num_tokens

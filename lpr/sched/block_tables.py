@@ -37,7 +37,6 @@ class Table:
 
     @property
     def last(self) -> Node:
-        """The last node, or the root."""
         return self.nodes[-1] if self.nodes else self.root
 
 
@@ -90,7 +89,6 @@ class RankPages(Generic[R]):
         return changed
 
     def num_pages(self, num_tokens: int) -> int:
-        """Pages that so many tokens fill or begin."""
         return -(-num_tokens // self.pool.page_size)
 
     def held(self, request: R) -> int:
@@ -263,7 +261,6 @@ class RankPages(Generic[R]):
             pool.moves += [PageClear(page) for page in own]
 
     def forget(self) -> None:
-        """Keep no page that no running request holds."""
         self.pool.forget()
 
     def _match(self, request: R) -> tuple[list[Node], Node | None, int]:

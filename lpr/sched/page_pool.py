@@ -56,7 +56,6 @@ class PagePool:
 
     @property
     def num_swapped_pages(self) -> int:
-        """Pages in host memory."""
         return self._num_host_begun - len(self._host_free)
 
     @property
@@ -109,7 +108,6 @@ class PagePool:
         return page < self.num_pages and not self._used[page]
 
     def drop_room(self, room: range) -> None:
-        """Keep these pages no longer."""
         self._kept[room.start : room.stop] = bytes(len(room))
 
     def take(self, count: int, after: int | None = None) -> list[int]:
@@ -136,7 +134,6 @@ class PagePool:
         return taken
 
     def claim(self, pages: Sequence[int]) -> None:
-        """Take these pages, if they are free."""
         for page in pages:
             if not self._used[page]:
                 self._used[page] = 1
@@ -144,7 +141,6 @@ class PagePool:
                 self.num_held += 1
 
     def give_back(self, page: int) -> None:
-        """A page of one table is free."""
         self._free(page)
         self.num_held -= 1
 
@@ -224,7 +220,6 @@ class PagePool:
         self._note(parent)
 
     def forget(self) -> None:
-        """Forget all tokens of pages that no running request holds."""
         for known in (self._unused, self._last_in_host):
             while (node := known.pop()) is not None:
                 self.drop(node)

@@ -188,7 +188,6 @@ class Placement(Generic[R]):
         return lost
 
     def forget(self) -> None:
-        """Keep no page that no running request holds."""
         for pages in self._pages:
             pages.forget()
 

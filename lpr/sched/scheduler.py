@@ -63,7 +63,6 @@ class Scheduler(Generic[R]):
 
     @property
     def running(self) -> list[R]:
-        """Requests that hold pages."""
         return self.placement.running
 
     @property
@@ -73,7 +72,6 @@ class Scheduler(Generic[R]):
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits or runs."""
         return not self.waiting and not self.running
 
     @property
@@ -97,7 +95,6 @@ class Scheduler(Generic[R]):
         self.waiting.resume(waiting, num_arrivals)
 
     def add(self, request: R) -> None:
-        """Let a request wait."""
         targets = self.limits.targets
         request.arrived_ms = targets.now if targets is not None else 0.0
         self.waiting.add(request)
@@ -240,7 +237,6 @@ class Scheduler(Generic[R]):
         return [min(length, computed + most) for computed in request.num_computed_tokens]
 
     def end_step(self) -> None:
-        """Let requests share what the step has computed."""
         self.placement.register()
 
     def finish(self, request: R, keep: bool = True) -> None:

@@ -49,7 +49,6 @@ class Snapshots:
         return place
 
     def drop(self, node: Node) -> None:
-        """Forget a node's snapshot, if it has one."""
         place = self._places.pop(node, None)
         if place is not None:
             del self._held[place]
