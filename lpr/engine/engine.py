@@ -191,6 +191,8 @@ class Engine:
         output is likely to repeat in large part: it is drafted from, and never changes the output. `predicted` are the
         counts of an earlier run.
         """
+        if isinstance(prompt, Submit) and (params is not None or logits_processors or fields):
+            raise InputError("a Submit comes without other arguments")
         request = self._make(prompt, params, logits_processors, **fields)
         self.driver.submit(request)
         return request
@@ -210,8 +212,6 @@ class Engine:
         """The request that `submit` submits; raises InputError."""
         table, prompt = self.replica.requests, None
         if isinstance(given, Submit):
-            if params is not None or processors or fields:
-                raise InputError("a Submit comes without other arguments")
             command, id, delivered, prediction = given, given.id, given.delivered, given.prediction
             self.encode(given.prompt_ids)
         else:
