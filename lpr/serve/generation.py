@@ -113,7 +113,7 @@ class Generation:
         self.keeps_logprobs = True  # False for a stream, which shows each step's and needs them no more
 
     async def __aenter__(self) -> Generation:
-        self._gone = asyncio.create_task(_disconnect(self._receive))
+        self._gone = asyncio.create_task(disconnected(self._receive))
         self._gone.add_done_callback(lambda _: self._inbox.wake())
         return self
 
@@ -226,6 +226,7 @@ class Generation:
         return None
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Return once the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -135,7 +135,7 @@ def is_ours(connected: socket.socket) -> bool:
     return found == 0 and users[0].value == os.geteuid()
 
 
-def frame(message: ToDriver | ToFront) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """A message as bytes, preceded by its length."""
     body = msgspec.msgpack.encode(message)
     return struct.pack(">I", len(body)) + body

@@ -21,7 +21,8 @@ import msgspec
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
 from lpr.serve.errors import ApiError
-from lpr.serve.sandboxed import PATIENCE, PREPARE, Result, Task, frame, patience
+from lpr.serve.messages import frame
+from lpr.serve.sandboxed import PATIENCE, PREPARE, Result, Task, patience
 from lpr.serve.turns import Turns
 
 START_SECONDS = 60.0  # time for a process to start, and to prepare

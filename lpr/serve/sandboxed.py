@@ -30,6 +30,7 @@ import msgspec
 from lpr.dist.places import die_with_parent
 from lpr.serve.confined import confine, filter_calls
 from lpr.serve.errors import ApiError
+from lpr.serve.messages import frame
 
 STACK = 2 << 20  # Bytes of stack. The ranks' main threads have 8 MiB, unless the system's own limit is lower.
 PATIENCE, LEAST_PATIENCE = 10, 5.0
@@ -59,12 +60,6 @@ class Result(msgspec.Struct, array_like=True):
     refused: tuple[str, str, str | None] | None = None  # code, message and field of an ApiError
     ended: str | None = None  # what the task needed too much of, for the end of a sentence; or its error, if `is_bug`
     is_bug: bool = False
-
-
-def frame(message: Task | Result) -> bytes:
-    """A message as bytes, preceded by its length."""
-    body = msgspec.msgpack.encode(message)
-    return struct.pack(">I", len(body)) + body
 
 
 def main(argv: list[str]) -> None:

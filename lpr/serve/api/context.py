@@ -21,7 +21,7 @@ from lpr.protocol import ErrorCode, Submit
 from lpr.serve import limits
 from lpr.serve.bodies.completions import ResponseFormat, Sampling
 from lpr.serve.errors import ApiError, bad
-from lpr.serve.generation import DisconnectedError, Generation, TextLimit
+from lpr.serve.generation import DisconnectedError, Generation, TextLimit, disconnected
 from lpr.serve.limits import PRIORITY
 from lpr.serve.metrics import Metrics
 from lpr.serve.sandbox import ExhaustedError, Sandbox, sandbox
@@ -249,7 +249,7 @@ def is_long(request: Request) -> bool:
 
 async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:
     """The result of `work`. If the client goes first, `work` is cancelled; raises DisconnectedError then."""
-    working, gone = asyncio.ensure_future(work), asyncio.create_task(_disconnect(receive))
+    working, gone = asyncio.ensure_future(work), asyncio.create_task(disconnected(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -259,11 +259,6 @@ async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:
         for each in (working, gone):
             each.cancel()
         await asyncio.gather(working, gone, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def key_name(request: Request) -> str:
