@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lpr.config import TreeSizes
 from lpr.core.budgets import Budgets
 from lpr.engine.ahead import Ahead, look_ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
+from lpr.engine.plan import StepPlan
 from lpr.engine.request import Outcome, Request
 from lpr.model.input_builder import Row
 from lpr.model.runner import TreeModel
@@ -28,19 +28,6 @@ from lpr.model.sampling.selection import Selection
 from lpr.native import Conclusion, StepDraft, draft_step
 
 GREEDY = Selection.build([])  # the selection of a step without sampled requests and without logits processors
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What one step does, the same on all ranks."""
-
-    decoding: Sequence[Request]  # they advance by their accepted path and a bonus token
-    filling: Sequence[tuple[Request, Sequence[int]]]
-    """They compute the K/V of so many tokens of their pending chain, per rank. A rank whose rows are padded has either
-    rows of `decoding` or one of these."""
-    sizes: TreeSizes
-    digest: int = 0  # of other state that must agree on all ranks, such as home ranks
-    num_command_bytes: int = 0  # length of the commands that the driver broadcasts after the step; 0 on other ranks
 
 
 @dataclass(frozen=True)
