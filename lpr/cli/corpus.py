@@ -219,7 +219,6 @@ def why_no_text(path: Path) -> str | None:
 
 
 def text_pieces(path: Path) -> Iterator[Piece]:
-    """A text file as one document."""
     # A character that became undecodable since `why_no_text` is replaced, which can only make a draft worse.
     with open(path, encoding="utf-8-sig", errors="replace") as file:
         rest = ""

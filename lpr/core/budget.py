@@ -195,7 +195,6 @@ class FixedBudget:
         self._request = self._requests[num_homes - 1]
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
-        """The same draft in every step."""
         return self._request
 
     def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:

@@ -29,7 +29,6 @@ class FixedPrice(Price):
     """A price that does not rise."""
 
     def __init__(self, floor: float) -> None:
-        """Drafts end below `floor`."""
         self.floor = floor
 
     def take(self, probability: float) -> None:

@@ -32,7 +32,6 @@ class TokenTree:
     __slots__ = ("children", "depths", "parents", "sources", "tokens")
 
     def __init__(self, root_token: int) -> None:
-        """A tree of the root alone."""
         self.tokens: list[int] = [root_token]
         self.parents: list[int] = [-1]
         self.depths: list[int] = [0]

@@ -33,8 +33,6 @@ GONE = "the rendezvous store does not answer, so the job has ended"
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of a replica."""
-
     replica: int
     tp_rank: int = 0
 

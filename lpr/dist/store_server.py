@@ -21,8 +21,6 @@ HEAD = struct.Struct("!I")  # the length of a message comes first
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """One request to the store."""
-
     what: str
     """set, get, compare_set, add, has, delete or count."""
     keys: list[str] = []

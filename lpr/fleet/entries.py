@@ -35,7 +35,6 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     tokens: bytes
 
     def token_ids(self) -> np.ndarray:
-        """The tokens, int32 [num_tokens]."""
         return np.frombuffer(self.tokens, "<i4").astype(np.int32, copy=False)
 
 
@@ -105,7 +104,6 @@ class Inbox:
 
     @property
     def is_full(self) -> bool:
-        """True if reading should pause."""
         return self._num_tokens > FULL
 
     @property

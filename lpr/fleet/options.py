@@ -69,7 +69,6 @@ def check(options: FleetOptions, share_drafts: str) -> None:
 
 
 def default_name(port: int) -> str:
-    """The default name of a replica."""
     return f"{socket.gethostname()}:{port}"
 
 

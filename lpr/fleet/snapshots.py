@@ -101,7 +101,6 @@ def place_of(where: str) -> Place:
 
 
 def name_of(stream: str) -> str:
-    """The name of a stream's snapshot."""
     return f"drafts-{digest_of(stream):016x}.safetensors"
 
 

@@ -48,7 +48,7 @@ class RankSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The steps that are to fit."""
+    """The sizes of the steps that memory is reserved for."""
 
     batch: int
     num_ahead: int

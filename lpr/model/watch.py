@@ -30,7 +30,6 @@ class Watch:
     """The state of a model when it was read last."""
 
     def __init__(self, runner: TreeModel) -> None:
-        """Read the model as it is."""
         self._runner = runner
         self.note()
 

@@ -69,7 +69,6 @@ class KeptState:
     count: int
 
     def num_bytes(self, element_size: int) -> int:
-        """Bytes of all of them."""
         return self.count * math.prod(self.shape) * (4 if self.is_scan else element_size)
 
     def flops(self, num_tokens: int) -> float:
@@ -279,8 +278,6 @@ def kept_shapes(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[i
 
 @dataclass(frozen=True)
 class Planned:
-    """A model to plan for."""
-
     name: str
     config: PretrainedConfig
     decode: dict[str, int]  # fields of DecodeConfig that the file sets; budgets per rank

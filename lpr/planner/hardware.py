@@ -71,8 +71,6 @@ _PROTOCOLS = (
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a job's machines."""
-
     inside: Link
     between: Link
     gpus_per_host: int = 8

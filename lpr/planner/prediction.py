@@ -126,8 +126,6 @@ generative AI II: gpt-fast", November 2023), 39 ms for 32 layers. Captured graph
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs and their links."""
-
     gpu: Gpu
     network: Network
     is_eager: bool = False  # kernels are launched one by one instead of as a captured graph
@@ -216,7 +214,7 @@ def spread(value: Callable[[Inputs], float], inputs: Inputs, temperature: float 
 
 @dataclass(frozen=True)
 class Setting:
-    """What meshes are compared for."""
+    """The workload for which meshes are compared."""
 
     facts: ModelFacts
     machine: Machine

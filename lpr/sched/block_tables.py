@@ -32,7 +32,6 @@ class Table:
     room: range = range(0)  # pages that are kept for it to grow into
 
     def __post_init__(self) -> None:
-        """Keep the root."""
         self.root.num_users += 1
 
     @property
@@ -73,7 +72,6 @@ class RankPages(Generic[R]):
             self._tables.append(Table(pool.root(request.tenant), list(pages)))
 
     def table(self, request: R) -> Table:
-        """The table of a running request."""
         return self._tables[request.slots[self.rank]]
 
     @property

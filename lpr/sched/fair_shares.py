@@ -28,7 +28,6 @@ class Shares(Generic[R]):
         return self._now, dict(self._clocks)
 
     def resume(self, state: tuple[float, dict[str, tuple[float, float]]]) -> None:
-        """Take over another rank's clocks."""
         self._now, self._clocks = state[0], dict(state[1])
 
     def due(self, request: R, num_before: int) -> float:

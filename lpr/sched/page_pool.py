@@ -60,7 +60,6 @@ class PagePool:
 
     @property
     def roots(self) -> list[Node]:
-        """The roots of all tenants' trees."""
         return list(self._roots.values())
 
     def root(self, tenant: str) -> Node:

@@ -39,11 +39,9 @@ class Waiting(Generic[R]):
         return iter(list(self._entries))
 
     def resume(self, entries: Sequence[Entry[R]], num_arrivals: int) -> None:
-        """Take over another rank's queue."""
         self._entries, self.num_arrivals = list(entries), num_arrivals
 
     def add(self, request: R) -> None:
-        """Queue a request."""
         self.num_arrivals += 1
         if all(other.share != request.share for _, _, other in self._entries):
             self.shares.enter(request)

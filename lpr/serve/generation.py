@@ -32,7 +32,7 @@ the text ends there.
 
 @dataclass
 class Choice:
-    """One text so far."""
+    """One text of a request, as far as it has come."""
 
     index: int
     job: Job
@@ -130,7 +130,6 @@ class Generation:
             self._service.cancel(choice.job)
 
     def stop(self) -> None:
-        """End unfinished texts as aborted."""
         for choice in self._all:
             if choice.finish_reason is None:
                 self._service.cancel(choice.job)

@@ -74,7 +74,6 @@ class Inbox:
         self.size = 0
 
     def wake(self) -> None:
-        """Let `wait` return."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 

@@ -40,7 +40,6 @@ class ExhaustedError(Exception):
 def sandbox(
     module: str, time: limits.Limit, memory: limits.Limit, size: int = 1, weights: Mapping[str, float] | None = None
 ) -> Sandbox:
-    """A Sandbox with these limits."""
     return Sandbox(module, time.most / 1000, memory.most << 20, size, weights)
 
 

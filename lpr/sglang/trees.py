@@ -74,7 +74,6 @@ class Trees:
                 self._learn(sequence)
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Learn a text of somebody else's."""
         self._shared.extend(list(tokens))
         self._shared.end_document()
 

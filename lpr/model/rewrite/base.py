@@ -20,8 +20,6 @@ from torch import nn
 
 
 class Stage(IntEnum):
-    """When rewrites are carried out."""
-
     LOAD = 0  # while the model is read: they are final
     TREE = 1
     """When an adapter takes the model, whoever holds it: within a step they evaluate trees, outside nothing changes."""

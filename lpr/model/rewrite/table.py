@@ -50,7 +50,7 @@ REWRITES: tuple[Rewrite, ...] = (
 
 @dataclass(frozen=True)
 class Conflict:
-    """What yields to what."""
+    """A rewrite, and the mode or rewrite that it yields to."""
 
     losers: tuple[type[Rewrite], ...]
     winner: str | type[Rewrite]  # a mode (Setting.modes), or a rewrite that is carried out or chosen
@@ -97,7 +97,7 @@ def _holds(what: str | type[Rewrite], model: nn.Module, setting: Setting) -> boo
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one rewrite."""
+    """The outcome of one rewrite."""
 
     name: str
     num_modules: int

@@ -61,7 +61,7 @@ DSML = Tags("<\uff5cDSML\uff5cinvoke name=", "<\uff5cDSML\uff5cparameter name=",
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How one family writes calls."""
+    """The form in which one family writes calls."""
 
     name: str
     signs: tuple[str, ...]  # pieces of the chat template, all of which it has

@@ -179,12 +179,12 @@ class Scanner:
         return tried
 
     def confirm(self, tried: _Try) -> None:
-        """What was tried holds."""
+        """Keep what was found since `tried` began."""
         self._tries.remove(tried)
         (self._tries[-1].pieces if self._tries else self._pieces).extend(tried.pieces)
 
     def reject(self, tried: _Try) -> str:
-        """What was tried does not hold; returns the text that was taken."""
+        """Drop what was found since `tried` began; returns the text that was taken."""
         self._tries.remove(tried)
         self.num_calls, self._closing = tried.num_calls, tried.closing
         return self._taken(tried.begin)
@@ -225,7 +225,6 @@ class Scanner:
 
     @property
     def is_over(self) -> bool:
-        """True at the end of the reply."""
         return self._ended and self._at == len(self._text)
 
     # Steps.

@@ -66,7 +66,7 @@ class Tokens:
         return text[line + 1 if line >= 0 else cut :]
 
     def head(self, text: str, num_tokens: int) -> str:
-        """The same of its beginning."""
+        """The beginning of a text whose first `num_tokens` tokens are wanted, as `tail`."""
         cut = self._most(num_tokens)
         if cut >= len(text):
             return text
