@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -211,13 +211,13 @@ class Engine:
     ) -> Request:
         """The request that `submit` submits; raises InputError."""
         table, prompt = self.replica.requests, None
-        if isinstance(given, Submit):
+        if isinstance(given, Submit) and params is None:
             command, id, delivered, prediction = given, given.id, given.delivered, given.prediction
             self.encode(given.prompt_ids)
         else:
-            prompt, id = given, table.next_id if id is None else id
+            prompt, id = cast(Prompt, given), table.next_id if id is None else id
             fields |= {"has_processors": bool(processors), "arrived": time.monotonic() if arrived is None else arrived}
-            command = Submit.of(self.encode(given), params or SamplingParams(), **fields)
+            command = Submit.of(self.encode(prompt), params or SamplingParams(), **fields)
         known = encode_prediction(prediction, self.tokenizer, self.model.vocab_size, self.max_length)
         tokens = [*command.prompt_ids, *self._ids(delivered, "delivered tokens are a list of ids")]
         command = msgspec.structs.replace(command, id=id, token_ids=tokens, prediction=known)

@@ -290,6 +290,8 @@ def test_a_submit_that_cannot_be_completed_is_refused(
     given = msgspec.structs.replace(Submit.of([1], SamplingParams(max_new_tokens=4)), id="new", **changes)
     with pytest.raises(InputError, match=wrong):
         engine.submit(given, **more)
+    with pytest.raises(InputError, match="a prompt is text or a list"):
+        engine.generate([given])  # type: ignore[list-item]
     assert engine.is_idle and not engine.requests
 
 
