@@ -12,6 +12,8 @@ from lpr import native
 from lpr.model.cpu import tiles
 from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.cpu.tiles import Tiles, can_tile
+from lpr.model.low_bit.coded import VALUES, Coding, Kind
+from lpr.model.low_bit.layers import CodedTiles
 from lpr.model.low_bit.products import FORMS, Form, LowBitLinear, Rounded, round_linear
 from lpr.model.low_bit.tiles import Int4Tiles, Int8Tiles
 from tests.fakes.rewriting import merge_projections, prepack
@@ -182,3 +184,32 @@ def test_layers_that_are_packed_leave_their_pack() -> None:
         made = round_linear(members, "int8")
         assert all(isinstance(each, PrepackedLinear) and each.pack is made for each in members)
         assert torch.allclose(torch.cat([each.weight for each in members]), weight, atol=0.51 / 127 * 0.25)
+
+
+@pytest.mark.parametrize("has_zero", [False, True])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "fp4"])
+def test_weights_of_checkpoints_are_multiplied_as_floats(vectors: str, kind: Kind, has_zero: bool) -> None:
+    """As exact as float32, with the same bits at every height and with either kind of vectors."""
+    generator = torch.Generator().manual_seed(3)
+    for outputs, inputs, group in ((40, 70, 70), (64, 256, 32), (33, 1300, 1300), (100, 640, 128)):
+        coding = Coding(kind, inputs, group, has_zero)
+        codes = torch.randint(0, 256, (outputs, inputs), generator=generator, dtype=torch.uint8)
+        codes = codes & 15 if kind in VALUES else torch.where(codes & 127 == 127, 1, codes)  # e4m3's NaN
+        zero = torch.randint(-8, 8, (outputs, coding.num_groups), generator=generator) if has_zero else None
+        rows = coding.encode(codes, torch.rand(outputs, coding.num_groups, generator=generator) + 0.1, zero)
+        laid, bias = CodedTiles(coding, rows), torch.randn(outputs, generator=generator)
+        assert torch.equal(laid.rows(), rows)
+        given = torch.randn(30, inputs, generator=generator)
+        expected = given.double() @ coding.to_dense(rows, torch.float32).double().T + bias
+        alone = torch.cat([laid.multiply(each[None], bias) for each in given])
+        assert (alone - expected).abs().max() < 2e-6 * expected.abs().max()
+        for height in (2, 3, 5, 6, 7, 12, 13, 30):
+            assert torch.equal(laid.multiply(given[:height], bias), alone[:height])
+        assert native.use_narrow_vectors is not None
+        native.use_narrow_vectors(vectors != "AVX2")
+        assert torch.equal(laid.multiply(given, bias), alone)
+        native.use_narrow_vectors(vectors == "AVX2")
+        half = laid.multiply(given.bfloat16(), bias)
+        expected = given.bfloat16().double() @ coding.to_dense(rows, torch.float32).double().T + bias
+        assert half.dtype is torch.bfloat16
+        assert (half - expected).abs().max() < 5e-3 * expected.abs().max()
