@@ -97,7 +97,7 @@ def fake_gpu() -> Iterator[None]:
         "get_device_properties": lambda *_: H100, "_get_device_properties": lambda *_: H100, "device_count": lambda: 1,
         "get_device_capability": lambda *_: (9, 0), "current_device": lambda: 0, "is_available": lambda: True,
         "_lazy_init": lambda: None, "get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda *_: None,
-        "device": contextlib.nullcontext, "synchronize": lambda *_: None,
+        "device": contextlib.nullcontext, "synchronize": lambda *_: None, "is_current_stream_capturing": lambda: False,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
