@@ -8,7 +8,7 @@ COUNTED = ("llama", "mistral")  # model types whose layers were counted
 LAYER = 10
 """Norm, queries to values, rotation and cache writes, attention in two, output, norm, gate and up, SiLU, down."""
 ENDS = 2  # the last norm and the head; the embedding is part of the first layer's norm
-AROUND = {False: (7, 17), True: (24, 42)}
+AROUND = {False: (8, 18), True: (27, 45)}
 """Inputs and greedy choice around the forward of one token, and of a tree; True: among parts of the vocabulary."""
 
 

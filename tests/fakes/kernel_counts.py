@@ -110,8 +110,8 @@ def fake_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(fuse_attention, "_sfdp_init", lambda *_: None))
         stack.enter_context(mock.patch.object(pad_mm, "_pad_mm_init", lambda *_: None))
         for module in (scheduler, _triton):  # the answer may be known from before
-            stack.enter_context(mock.patch.object(module, "has_triton", lambda: True))
-        stack.enter_context(mock.patch.object(_triton, "triton_hash_with_backend", lambda *_: "none"))
+            stack.enter_context(mock.patch.object(module, "has_triton", lambda *_, **__: True))
+        stack.enter_context(mock.patch.object(_triton, "triton_hash_with_backend", lambda *_, **__: "none"))
         stack.enter_context(mock.patch.object(type(driver), "active", active))
         stack.enter_context(config.patch(compile_threads=1, fx_graph_cache=False))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
