@@ -132,6 +132,7 @@ def _error(adapter: Adapter, cache: KVCache, prompt_length: int, tolerance: floa
     """The largest difference of a tree's or a batch's logits, over their range; decides `reads_tables` and `packed`."""
     if adapter.reads_bits:
         adapter.reads_tables = _passes_keys_on(adapter)
+        adapter.packed = adapter.packed and adapter.reads_tables
     half = adapter.model.dtype not in _TOLERANCE  # its rounding changes which tokens a sparse layer selects
     with nullcontext() if half else few_selected(adapter.model):
         error = _tree_error(adapter, cache, prompt_length)
