@@ -5,7 +5,8 @@
 
 The model's forward is replaced by a paced device (benchmarks.paced_device): it takes t(n) of a table of step times and
 answers from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms* is
-the median time of a step beyond the device's time. Steps that evaluate a prompt do not count. The host's work is timed
+the median time of a step beyond the device's time, and *host us per request* all of the thread's work in a step, hidden
+or not, over its requests. Steps that evaluate a prompt do not count. The host's work is timed
 by the processor time of its thread. Its waits for the device poll, as CUDA does by default. `h100_7b` is an estimate of
 a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64, then 13.2 GFLOP a token at 600 TFLOP/s).
 
@@ -164,7 +165,9 @@ def summary(case: Case, laps: Sequence[Lap]) -> dict[str, Any]:
         "costs": STEP_TIMES.stem,
         "efficiency": round(device / wall, 4),
         "host_ms": round(statistics.median(host), 4),
-        "host_us_per_request": round(statistics.median(host) * 1e3 / case.batch, 2),
+        "host_us_per_request": round(
+            median(lambda lap: lap.waited - lap.began + lap.ended - lap.ready) * 1e3 / case.batch, 2
+        ),
         "host_ms_p99": round(host[min(len(host) - 1, int(0.99 * len(host)))], 4),
         "step_ms": median(lambda lap: lap.ended - lap.began),
         "draft_ms": median(lambda lap: lap.asked - lap.began),
