@@ -266,8 +266,8 @@ class Request:
             self.collect()
 
     def catch_up(self) -> None:
-        """While the device is busy: make the chunks and text of the last steps, if nobody has wanted them for long."""
-        if len(self._outcomes) >= LATE:
+        """While the device is busy: make chunks and text that nobody has wanted for long; raises for output in part."""
+        if len(self._outcomes) >= LATE or self._is_changing:
             self.write()
             self._stats.count_nodes()
 

@@ -92,7 +92,7 @@ def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candid
         assert complete, "a rank that is not home would need a tree that does not travel"
         digests = [*(request.running.digest for request, _ in plan.filling), plan.digest]
     return draft_step(
-        [request.running for request in plan.decoding],
+        [request.state for request in plan.decoding],  # type: ignore[misc]
         *(budgets, comm.rank, served_by(plan.decoding, comm.size), exchange.capacity),
         *(num_candidates, plan.num_command_bytes, digests),
     )
