@@ -227,8 +227,9 @@ class Scheduler(Generic[R]):
         return Schedule(decoding, filling, preempted)
 
     def _have_room(self, requests: Sequence[R]) -> bool:
-        """Give requests the pages of the next step; False if there are too few."""
-        return all(self.placement.reserve(each, self._wanted_rows(each)) is None for each in requests)
+        """Give requests the pages of the next step, in the order of `_reserve`; False if there are too few."""
+        order = sorted(requests, key=lambda request: request.admission)
+        return all(self.placement.reserve(each, self._wanted_rows(each)) is None for each in order)
 
     def care_at(self, request: R) -> int:
         """The tokens from which on a request of a single rank needs care: a page is full, or room for a tree is short.

@@ -29,6 +29,7 @@ from lpr.model.graphs import MAX_GRAPHS, MOST_COMMON, GraphForward
 from lpr.model.input_builder import Row, build_inputs
 from lpr.model.kernels import attention_kernel
 from lpr.model.kv_cache import KVCache
+from lpr.model.reserve import Steps
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
@@ -164,6 +165,9 @@ def test_packed_steps_of_all_sizes_are_captured_at_the_start(slots: int, is_spli
         found = {shape.num_entries for shape in wanted}
         assert found >= set(PACKED_BUCKETS if not is_split else PACKED_BUCKETS[:12])
     assert {shape.batch for shape in shapes} == {min(each, slots) for each in (1, 4, 16, 64, 256)}
+    told = Steps(batch=slots, num_ahead=64, prompt=1, packed=True)
+    assert max(shape.num_entries for shape in shapes) <= told.num_entries
+    assert max(shape.num_kept for shape in shapes) <= told.num_results
 
 
 @pytest.mark.parametrize("most, is_few", [(8, True), (64, False)])
