@@ -53,10 +53,9 @@ class RecordedOptions(Options):
 
 
 class Steps:
-    """Runs the forward of an engine and puts recorded results in its place."""
+    """Runs the forward of an engine, whose prompts are those of a script, and puts recorded results in its place."""
 
     def __init__(self, engine: Engine, script: Script) -> None:
-        """Of an engine whose prompts are those of `script`."""
         self.seen: list[tuple[float, float, float]] = []
         """Per step the entries that were wanted and computed, and milliseconds of the forward."""
         self._engine, self._script = engine, script
@@ -66,7 +65,6 @@ class Steps:
         self._model.fill = lambda rows: self._timed(partial(self._fill, rows), rows, Selection.build([]), 0)
 
     def evaluate(self, rows: Sequence[Row], *how: Any) -> torch.Tensor:
-        """As TreeModel.evaluate."""
         results = self._timed(partial(self._evaluate, rows, *how), rows, *how)
         answers = torch.from_numpy(self._script.answer(rows, how[1])[1])
         return results[:, : answers.shape[1]].copy_(answers)
@@ -90,7 +88,6 @@ class Steps:
 def measure_clients(
     engine: Engine, texts: Texts, drafts: bool, options: RecordedOptions, clients: int
 ) -> dict[str, Any]:
-    """A row of the result."""
     sizes: Any = {"max_batch_size": clients, "max_length": LONGEST_PROMPT + LONGEST_OUTPUT + 1}
     engine.configure(DecodeConfig(**sizes) if drafts else DecodeConfig.autoregressive(**sizes, num_candidates=0))
     steps, running, emitted = Steps(engine, Script(texts.recorded, texts.whole)), list[Any](), 0
@@ -127,7 +124,6 @@ def rows_of(engine: Engine, options: RecordedOptions, tell: Callable[[dict[str, 
 
 
 def section(model: Any, sizes: Sizes) -> dict[str, Any]:
-    """The section of benchmarks.gpu_check."""
     on_gpu = sizes.device.type == "cuda"
     options = RecordedOptions(clients=(1, 4, 16, 64) if on_gpu else (2,), steps=60 if on_gpu else 4)
     engine = Engine.from_model(model, None, DecodeConfig(max_batch_size=1), OPTIONS, costs=options.costs)
@@ -135,7 +131,6 @@ def section(model: Any, sizes: Sizes) -> dict[str, Any]:
 
 
 def measure(options: RecordedOptions, console: Console) -> dict[str, Any]:
-    """Load the model and measure."""
     device, decode = choose_device(options.device), DecodeConfig(max_batch_size=1)
     if options.model is None:
         loaded = load(str(bundled_model()), "auto", str(device), None)
@@ -147,7 +142,6 @@ def measure(options: RecordedOptions, console: Console) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
     return run_main("recorded", RecordedOptions, measure)
 
 
