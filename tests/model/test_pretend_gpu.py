@@ -21,7 +21,6 @@ from lpr.model import loader
 from lpr.model.fused import decoder_layer
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import CudaCapturer
-from lpr.model.graph_inputs import StaticShape
 from lpr.model.graphs import GraphForward
 from lpr.model.kv_cache import KVCache
 from lpr.model.rewrite.merged_linear import PackedLinear
@@ -142,27 +141,6 @@ def test_prompts_and_trees_are_one_captured_step(
     assert any(is_mixed for _, _, is_mixed in steps), "a piece of a prompt beside trees"
     assert all(wanted <= computed <= max(8, 2 * wanted) for wanted, computed, _ in steps)
     assert sum(computed for _, computed, _ in steps) <= 1.3 * sum(wanted for wanted, _, _ in steps)
-
-
-@pytest.mark.parametrize("part", ["wanted", "starts", "slots", "num_real"])
-def test_a_part_of_packed_words_that_is_not_refreshed_changes_the_text(
-    part: str, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    place, before = StaticShape.place, {}
-
-    def stale(self: StaticShape, words: np.ndarray, *args: Any) -> None:
-        place(self, words, *args)
-        start = 0
-        for name, size in self.sizes.items():
-            if name == part:
-                here = slice(start, start + int(np.prod(size)))
-                words[here] = before.setdefault(self, words[here].copy())
-            start += int(np.prod(size))
-
-    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, swap_space=0)
-    monkeypatch.setattr(StaticShape, "place", stale)
-    assert ids(engine, GREEDY) != expected["greedy"]
 
 
 @pytest.mark.parametrize("options", [{"graphs": False}, {"attention": "sdpa"}], ids=str)
