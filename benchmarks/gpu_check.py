@@ -35,6 +35,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 import lpr.native
+from benchmarks import recorded
 from benchmarks.common import RESULTS, Flag, circumstances, read_options, reason, write_json
 from benchmarks.gpu import models, parts, several
 from lpr import InputError
@@ -44,13 +45,13 @@ from lpr.model.rewrite.table import rewrite
 from tests.fakes.prompts import PROMPTS
 
 BUDGETS = {
-    "environment": 5, "bandwidth": 5, "build": 35, "t(n)": 75, "end_to_end:codellama-7b": 40, "profile": 10,
-    "kernels": 30, "correctness": 60, "exact": 60, "sampling": 20, "end_to_end": 35, "many": 30,
+    "environment": 5, "bandwidth": 5, "build": 35, "t(n)": 75, "recorded": 60, "profile": 10,
+    "kernels": 30, "correctness": 60, "exact": 60, "sampling": 20,
     "ranks": 40, "hybrid": 40,
 }  # fmt: skip
 """Seconds of a section on a GPU, by its name or the part before a colon, with room: on an H200 `t(n)` took 37, and the
 kernels' compilation most of `kernels` and `correctness`. On one GPU the sections
-up to `many` fit in 8 minutes; those of several GPUs have 8 more; the others take the remaining time."""
+up to `sampling` fit in 8 minutes; those of several GPUs have 8 more; the others take the remaining time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +205,7 @@ def write_table(folder: Path, gpu: str, name: str, times: dict[str, Any], sizes:
 
 
 def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: float | None) -> None:
-    """The sections of one model of a real shape; the first model is also profiled and timed end to end."""
+    """The sections of one model of a real shape; the first model also follows recorded text, and is profiled."""
     held: dict[str, PreTrainedModel] = {}
 
     def build() -> dict[str, Any]:
@@ -225,7 +226,7 @@ def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: floa
         return
     report.run(f"t(n):{name}", times)
     if name == next(iter(sizes.models)):
-        report.run(f"end_to_end:{name}", lambda: models.large_end_to_end(held["model"], sizes))
+        report.run(f"recorded:{name}", lambda: recorded.section(held["model"], sizes))
         report.run(f"profile:{name}", lambda: models.profile_step(held["model"], sizes))
 
 
@@ -258,8 +259,6 @@ def check(report: Report, sizes: parts.Sizes, several_minutes: float = 8.0) -> N
     expected = correct["ids"] if correct else None
     report.run("exact", lambda: parts.exact_mode(sizes, prompts))
     report.run("sampling", lambda: parts.choices(sizes))
-    report.run("end_to_end", lambda: parts.end_to_end(sizes, prompts))
-    report.run("many", lambda: parts.many_requests(sizes, prompts))
     several_gpus(report, sizes, expected, torch.cuda.device_count() if on_gpu else 2, several_minutes)
     for name in names[1:][::-1]:  # the largest first
         large_model(report, name, sizes, bytes_per_s)

@@ -5,13 +5,14 @@
 
 The model's forward is replaced by a paced device (benchmarks.paced_device): it takes t(n) of a table of step times and
 answers from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms* is
-the median time of a step beyond the device's time. Steps that evaluate a prompt do not count. The host's work is timed
+the median time of a step beyond the device's time, and *host us per request* all of the thread's work in a step, hidden
+or not, over its requests. Steps that evaluate a prompt do not count. The host's work is timed
 by the processor time of its thread. Its waits for the device poll, as CUDA does by default. `h100_7b` is an estimate of
 a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64, then 13.2 GFLOP a token at 600 TFLOP/s).
 
-Nodes are those of a sequence on each rank. With lp above 1 the other ranks are simulated: they take as long as this
-rank, at the same time, and the collective takes no time. A sampled request follows the recorded text too, so only its
-host work differs. Without --traces, this repository's source serves as text.
+Nodes are those of a sequence on each rank, 0 those of plain decoding. With lp above 1 the other ranks are simulated:
+they take as long as this rank, at the same time, and the collective takes no time. A sampled request follows the
+recorded text too, so only its host work differs. Without --traces, this repository's source serves as text.
 """
 
 from __future__ import annotations
@@ -60,11 +61,15 @@ class Case:
     window: bool = False
 
     def decode(self) -> DecodeConfig:
-        """Fixed sizes of `nodes` a sequence and rank; with a window, half of them for the window and its pool."""
+        """Fixed sizes of `nodes` a sequence and rank; with a window, half of them for the window and its pool.
+
+        Plain decoding has 0.
+        """
         columns = max(1, self.nodes // 16) if self.window else 0
         return DecodeConfig(
             window_size=columns,
-            trie_nodes=self.nodes - 1 - 8 * columns + (1 if columns else 0),
+            trie_nodes=max(0, self.nodes - 1 - 8 * columns + (1 if columns else 0)),
+            num_candidates=8 if self.nodes else 0,
             max_batch_size=self.batch,
             max_length=LONGEST_PROMPT + LONGEST_OUTPUT + 1,
             prefill_chunk=self.batch * LONGEST_PROMPT,
@@ -74,7 +79,8 @@ class Case:
 
 def cases(quick: bool) -> list[Case]:
     """The cases of a run; the first of equal batch, nodes, lp and temperature has no window."""
-    found = [Case(batch, nodes) for nodes in (16, 64, 128) for batch in (1, 8, 32)]
+    found = [Case(batch, nodes) for nodes in (0, 16, 64, 128) for batch in (1, 8, 32)]
+    found += [Case(batch, nodes) for batch in (64, 191) for nodes in (0, 16)]
     found += [Case(batch, 64, temperature=0.8) for batch in (1, 8, 32)]
     found += [Case(batch, 64, lp) for lp in (2, 8) for batch in (1, 8)]
     found += [Case(batch, 64, window=True) for batch in (1, 8)]
@@ -87,12 +93,15 @@ def cases(quick: bool) -> list[Case]:
 class Texts:
     """Recorded requests in tokens, taken in turns."""
 
-    def __init__(self, pairs: Sequence[tuple[str, str]], tokenizer: Any) -> None:
-        """The usable ones of `pairs` of prompt and completion; raises InputError if there is none."""
+    def __init__(self, pairs: Sequence[tuple[str, str]], tokenizer: Any, vocab_size: int = 1 << 30) -> None:
+        """The usable ones of `pairs` of prompt and completion; raises InputError if there is none.
+
+        A smaller vocabulary than the tokenizer's has several tokens for one.
+        """
         self.requests = []
-        for prompt, completion in pairs:
-            first = tokenizer.encode(prompt, add_special_tokens=False)[-LONGEST_PROMPT:]
-            then = tokenizer.encode(completion, add_special_tokens=False)[:LONGEST_OUTPUT]
+        for texts in pairs:
+            ids = [[each % vocab_size for each in tokenizer.encode(text, add_special_tokens=False)] for text in texts]
+            first, then = ids[0][-LONGEST_PROMPT:], ids[1][:LONGEST_OUTPUT]
             if len(first) > 1 and len(then) > 32:
                 self.requests.append((first, then))
         if not self.requests:
@@ -156,6 +165,9 @@ def summary(case: Case, laps: Sequence[Lap]) -> dict[str, Any]:
         "costs": STEP_TIMES.stem,
         "efficiency": round(device / wall, 4),
         "host_ms": round(statistics.median(host), 4),
+        "host_us_per_request": round(
+            median(lambda lap: lap.waited - lap.began + lap.ended - lap.ready) * 1e3 / case.batch, 2
+        ),
         "host_ms_p99": round(host[min(len(host) - 1, int(0.99 * len(host)))], 4),
         "step_ms": median(lambda lap: lap.ended - lap.began),
         "draft_ms": median(lambda lap: lap.asked - lap.began),

@@ -27,7 +27,7 @@ from lpr.core.step_times import StepTimes
 from lpr.core.wire import first_result, node_width, result_words
 from lpr.dist.comm import Comm
 from lpr.engine.engine import Engine
-from lpr.model.graph_inputs import NODE_BUCKETS, static_shape
+from lpr.model.graph_inputs import PACKED_BUCKETS, packed_shape
 from lpr.model.input_builder import Row
 from lpr.model.sampling.selection import Selection
 
@@ -133,6 +133,37 @@ class Recorded:
         return path
 
 
+class Script:
+    """The recorded texts that the sequences in an engine's slots follow."""
+
+    def __init__(self, recorded: Recorded, texts: Sequence[Sequence[int]]) -> None:
+        """`texts` are the requests to come, with prompts, which begin differently."""
+        self._recorded, self._texts = recorded, texts
+        self.by_slot: dict[int, Sequence[int]] = {}
+
+    def learn(self, rows: Sequence[Row]) -> None:
+        """Note which text begins in a row."""
+        for row in rows:
+            if row.num_cached == 0 and row.num_entries > 1:
+                begin = [int(token) for token in row.tokens[: len(row.tokens) - max(0, row.num_results - 1)]]
+                self.by_slot[row.slot] = next(text for text in self._texts if text[: len(begin)] == begin)
+
+    def answer(self, rows: Sequence[Row], num_candidates: int) -> tuple[list[tuple[Sequence[int], int]], np.ndarray]:
+        """Per row with results its text and the root's place there, and the results of all."""
+        steps, results = [], []
+        for row in rows:
+            if row.num_results:
+                above = len(row.tokens) - row.num_results
+                root = int(row.positions[above])
+                text = self.by_slot[row.slot]
+                steps.append((text, root))
+                tokens = row.tokens[above:].tolist()
+                parents = (row.parents[above:] - above).tolist()
+                depths = (row.positions[above:] - root).tolist()
+                results.append(self._recorded.answers(text, root, tokens, parents, depths, num_candidates))
+        return steps, np.concatenate(results)
+
+
 @dataclass
 class Device:
     """The device, its clock, and the running step."""
@@ -192,8 +223,7 @@ class PacedModel:
         self.steps: list[tuple[Sequence[int], int]] = []
         """Per tree of the running step: its text, and the root's place in it."""
         self._recorded = recorded
-        self._texts = texts
-        self._by_slot: dict[int, Sequence[int]] = {}
+        self._script = Script(recorded, texts)
         self._model = model = engine.model
         self._config: TreeSizes = engine.sizes
         self._words = torch.zeros(1 << 22, dtype=torch.int32)
@@ -206,35 +236,22 @@ class PacedModel:
         cache: Any = model.cache
         self._num_slots, self._rows_per_slot = cache.num_slots, cache.rows_per_slot
         cache.move = lambda rows: None
-        cache.clear = lambda slot, num_cached: None
-        cache.move_slot = self.move_slot
         exchange: Any = engine.replica.exchange
         self._exchange = exchange
         self._gather, exchange.gather = exchange.gather, self.gather
 
-    def move_slot(self, source: int, target: int, num_cached: int) -> None:
-        """As KVCache.move_slot."""
-        self._by_slot[target] = self._by_slot[source]
-
     def fill(self, rows: Sequence[Row]) -> None:
         """As TreeModel.fill; prompts are not measured."""
         with self.device.clock.stopped():
-            self._learn_slots(rows)
-
-    def _learn_slots(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            if row.num_cached == 0 and row.num_entries > 1:
-                begin = [int(token) for token in row.tokens[: len(row.tokens) - max(0, row.num_results - 1)]]
-                self._by_slot[row.slot] = next(text for text in self._texts if text[: len(begin)] == begin)
+            self._script.learn(rows)
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
         """As TreeModel.evaluate: makes a graph step's inputs, and launches it."""
         self.device.lap.asked = self.device.clock.now()
         with self.device.clock.stopped():
-            self._learn_slots(rows)
-        shape = static_shape(
-            rows, selection, num_candidates, self._num_slots, self._rows_per_slot, NODE_BUCKETS[-1], tree_bits=True
-        )
+            self._script.learn(rows)
+        sizes = self._num_slots, self._rows_per_slot, PACKED_BUCKETS[-1]
+        shape = packed_shape(rows, selection, num_candidates, *sizes)
         if shape is not None and self._model.cache is not None:
             shape.place(self._words.numpy()[: shape.num_words], rows, selection, self._model.cache)
             self._there[: shape.num_words].copy_(self._words[: shape.num_words])
@@ -242,18 +259,9 @@ class PacedModel:
         self.device.launch(sum(row.num_entries for row in rows), len(rows), longest)
         self.batch = len(rows)
         with self.device.clock.stopped():
-            self._k, self.steps, results = num_candidates, [], []
-            for row in rows:
-                if row.num_results:
-                    above = len(row.tokens) - row.num_results
-                    root = int(row.positions[above])
-                    text = self._by_slot[row.slot]
-                    self.steps.append((text, root))
-                    tokens = row.tokens[above:].tolist()
-                    parents = (row.parents[above:] - above).tolist()
-                    depths = (row.positions[above:] - root).tolist()
-                    results.append(self._recorded.answers(text, root, tokens, parents, depths, num_candidates))
-            return torch.from_numpy(np.concatenate(results))
+            self._k = num_candidates
+            self.steps, results = self._script.answer(rows, num_candidates)
+            return torch.from_numpy(results)
 
     def gather(self, draft: Any, local: Any, *rest: Any) -> Any:
         """As Exchange.gather; simulates the results of the other ranks while the device works."""

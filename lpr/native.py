@@ -52,7 +52,7 @@ if TYPE_CHECKING or _extension is None:
     from lpr.core.noise_keys import selection_words
     from lpr.core.partition import Shard
     from lpr.core.recycle import CandidateTable
-    from lpr.core.rows import ancestor_words, place_rows
+    from lpr.core.rows import ancestor_words, place_packed, place_rows
     from lpr.core.state import SequenceState
     from lpr.core.step import Conclusion, StepDraft, draft_step
     from lpr.core.suffix_index import SuffixIndex
@@ -73,6 +73,7 @@ __all__ = [
     "draft_step",
     "is_native",
     "missing",
+    "place_packed",
     "place_rows",
     "selection_words",
 ]

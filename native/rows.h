@@ -80,4 +80,60 @@ class RowWords {
   int32_t *words_, *bits_, *tokens_, *positions_, *write_rows_, *num_cached_, *num_real_;
 };
 
+// The words of a packed step: rows one after the other, at the end of N entries (lpr/core/rows.py, place_packed).
+class PackedWords {
+ public:
+  PackedWords(int32_t* words, size_t num_sequences, size_t num_entries, size_t num_kept, int32_t spare_row)
+      : num_words_(std::max<size_t>(2, (num_entries + 63) / 64)), length_(num_entries), words_(words) {
+    tokens_ = words + num_entries * 2 * num_words_;
+    positions_ = tokens_ + num_entries;
+    write_rows_ = positions_ + num_entries;
+    wanted_ = write_rows_ + num_entries;
+    starts_ = wanted_ + num_kept;
+    slots_ = starts_ + num_sequences + 1;
+    num_cached_ = slots_ + num_sequences;
+    num_real_ = num_cached_ + num_sequences;
+    size_ = num_real_ + num_sequences - words;
+    spare_row_ = spare_row;
+  }
+
+  size_t size() const { return size_; }
+
+  // Fill all words with what they are without rows; those of `total` entries come next.
+  void begin(size_t total) {
+    std::fill(words_, words_ + size_, 0);
+    std::fill(write_rows_, wanted_, spare_row_);
+    std::fill(wanted_, starts_, static_cast<int32_t>(length_) - 1);
+    std::fill(starts_ + 1, slots_, static_cast<int32_t>(length_));
+    at_ = length_ - total;
+  }
+
+  // The next row, whose last `num_results` entries have results; `table` are the pages of its slot.
+  void add(const int32_t* table, int64_t page_size, int32_t slot, int64_t num_cached, size_t num_results,
+           const int32_t* entries, size_t count) {
+    starts_[row_] = row_ ? static_cast<int32_t>(at_) : 0;
+    slots_[row_] = slot;
+    num_cached_[row_] = static_cast<int32_t>(num_cached);
+    num_real_[row_] = static_cast<int32_t>(count);
+    std::copy_n(entries, count, tokens_ + at_);
+    std::copy_n(entries + 2 * count, count, positions_ + at_);
+    const int32_t* parents = entries + count;
+    auto* bits = reinterpret_cast<uint64_t*>(words_) + at_ * num_words_;
+    for (size_t i = 0; i < count; i++) {
+      int64_t place = num_cached + static_cast<int64_t>(i);
+      write_rows_[at_ + i] = static_cast<int32_t>(table[place / page_size] * page_size + place % page_size);
+      if (parents[i] >= 0) std::copy_n(bits + parents[i] * num_words_, num_words_, bits + i * num_words_);
+      bits[i * num_words_ + i / 64] |= uint64_t{1} << i % 64;
+    }
+    at_ += count;
+    for (size_t i = 0; i < num_results; i++) wanted_[kept_++] = static_cast<int32_t>(at_ - num_results + i);
+    row_++;
+  }
+
+ private:
+  size_t num_words_, length_, size_, at_ = 0, row_ = 0, kept_ = 0;
+  int32_t spare_row_;
+  int32_t *words_, *tokens_, *positions_, *write_rows_, *wanted_, *starts_, *slots_, *num_cached_, *num_real_;
+};
+
 }  // namespace lpr

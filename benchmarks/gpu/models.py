@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.parts import Sizes, measured, median_ms, wait
-from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr import InputError
 from lpr.model.input_builder import Row
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
@@ -27,11 +27,10 @@ def random_model(shape: dict[str, Any], sizes: Sizes) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config_from(shape), dtype=sizes.dtype).eval()
 
 
-def tree_step(num_cached: int, count: int, vocab_size: int, is_chain: bool = False) -> tuple[list[Row], Selection]:
-    """A greedy step of one random tree, or chain, of `count` nodes after `num_cached` committed tokens."""
+def tree_step(num_cached: int, count: int, vocab_size: int) -> tuple[list[Row], Selection]:
+    """A greedy step of one random tree of `count` nodes after `num_cached` committed tokens."""
     generator = torch.Generator().manual_seed(count)
     parents = [-1] + [int(torch.randint(node, (), generator=generator)) for node in range(1, count)]
-    parents = list(range(-1, count - 1)) if is_chain else parents
     depths = [0] * count
     for node in range(1, count):
         depths[node] = depths[parents[node]] + 1
@@ -48,15 +47,15 @@ def shapes_like(runner: TreeModel) -> KVCache:
 
 
 def step_times(model: PreTrainedModel, sizes: Sizes, bytes_per_s: float | None) -> dict[str, Any]:
-    """t(n) of `model`: as graphs and eager, trees and chains, and the floor, which is bytes read over bandwidth.
+    """t(n) of `model`: as graphs and eager, and the floor, which is bytes read over bandwidth.
 
-    One node and 64 over the shortest length come first, in both forms; then chains; then the rest.
+    One node and 64 over the shortest length come first, in both forms; then the rest.
     """
     embedding: Any = model.get_input_embeddings().weight
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     if not model.config.tie_word_embeddings:
         weights -= embedding.numel() * embedding.element_size()
-    result: dict[str, Any] = {"weight_bytes": weights, "rows": [], "chains": []}
+    result: dict[str, Any] = {"weight_bytes": weights, "rows": []}
     runners: dict[str, TreeModel] = {}
     for form in ("graphs", "eager"):
         runner = TreeModel(model, graphs=form == "graphs")
@@ -65,13 +64,11 @@ def step_times(model: PreTrainedModel, sizes: Sizes, bytes_per_s: float | None) 
             runners[form] = runner
     shortest, first = sizes.lengths[0], (1, sizes.few_nodes[-2])
     for form, runner in runners.items():
-        _time_row(result, "rows", form, runner, shortest, first, sizes, bytes_per_s)
-    form, runner = next(iter(runners.items()))
-    _time_row(result, "chains", form, runner, shortest, sizes.chains, sizes, bytes_per_s)
+        _time_row(result, form, runner, shortest, first, sizes, bytes_per_s)
     for form, runner in runners.items():
         nodes = sizes.nodes if form == "graphs" or sizes.device.type != "cuda" else sizes.few_nodes
         for length in sizes.lengths:
-            _time_row(result, "rows", form, runner, length, nodes, sizes, bytes_per_s)
+            _time_row(result, form, runner, length, nodes, sizes, bytes_per_s)
     if "graphs" in runners:
         runner = runners["graphs"]
         result["graphs"] = {"captured": runner.num_captures, "reason": runner.graph_reason}
@@ -80,12 +77,12 @@ def step_times(model: PreTrainedModel, sizes: Sizes, bytes_per_s: float | None) 
 
 
 def _time_row(
-    result: dict[str, Any], kind: str, form: str, runner: TreeModel, length: int, nodes: Sequence[int], sizes: Sizes,
+    result: dict[str, Any], form: str, runner: TreeModel, length: int, nodes: Sequence[int], sizes: Sizes,
     bytes_per_s: float | None,
 ) -> None:  # fmt: skip
     """Add the times of steps of `nodes` to the row of a form and a length, one by one, and note each."""
     assert runner.cache is not None
-    rows = result[kind]
+    rows = result["rows"]
     row = next((row for row in rows if (row["form"], row["kv"]) == (form, length)), None)
     if row is None:
         row = {"form": form, "kv": length, "nodes": [], "ms": []}
@@ -93,7 +90,7 @@ def _time_row(
     for count in nodes:
         if count in row["nodes"]:
             continue
-        step = tree_step(length, count, runner.vocab_size, is_chain=kind == "chains")
+        step = tree_step(length, count, runner.vocab_size)
         ms = median_ms(partial(runner.evaluate, *step, 8), sizes.device)
         times = sorted([*zip(row["nodes"], row["ms"], strict=True), (count, round(ms, 4))])
         row["nodes"], row["ms"] = [each for each, _ in times], [each for _, each in times]
@@ -121,7 +118,8 @@ def replay_equals_program(runner: TreeModel, sizes: Sizes) -> dict[str, bool]:
             inputs, asked = shape.read(words.to(sizes.device), runner.cache)
             logits = (runner.compiled or runner.adapter).forward(inputs, runner.cache)
             results = runner.sampler.results(logits, asked, 8, fixed_shapes=True)
-        found[str(count)] = bool(torch.equal(replayed, results[-rows[0].num_results :]))
+        mine = results[: len(replayed)] if shape.num_kept else results[-len(replayed) :]
+        found[str(count)] = bool(torch.equal(replayed, mine))
     return found
 
 
@@ -166,41 +164,6 @@ def profile_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
                 for each in spent[:15]
             ],
         }
-    return result
-
-
-def large_end_to_end(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
-    """Tokens per second of a large model, plain and with drafts, greedy and sampled, one request at a time.
-
-    Its weights are random, so only the time of a whole step is meaningful, not the acceptance length. The texts of
-    plain decoding and lookahead are compared; in half precision they may differ where two logits are close.
-    """
-    prompt, tokens = list(range(3, 67)), 64 if sizes.device.type == "cuda" else sizes.max_new_tokens
-    lookahead = DecodeConfig(window_size=8, trie_nodes=32, max_batch_size=1)
-    engine = Engine.from_model(model, decode=lookahead, graphs=True)
-    result: dict[str, Any] = {"attention": engine.model.attention, "tokens": tokens}
-    texts: dict[str, list[list[int]]] = {}
-    for name, decode in (("plain", DecodeConfig.autoregressive(max_batch_size=1)), ("lookahead", lookahead)):
-        engine.configure(decode)
-        for kind, temperature in (("greedy", 0.0), ("sampled", 0.8)):
-            params = SamplingParams(
-                max_new_tokens=tokens, temperature=temperature, top_p=0.95 if temperature else 1.0, ignore_eos=True
-            )
-            engine.generate([prompt], params)  # warms up
-            wait(sizes.device)
-            began = time.perf_counter()
-            done = engine.generate([prompt], params)[0]
-            seconds = time.perf_counter() - began
-            texts.setdefault(kind, []).append(done.token_ids)
-            result[f"{name}, {kind}"] = {
-                "tokens_per_s": round(tokens / seconds, 1),
-                "tokens_per_step": round(done.stats.num_tokens / done.stats.num_steps, 3),
-                "ms_per_step": round(1e3 * seconds / done.stats.num_steps, 3),
-            }
-            measured(result)
-    result["same_text"] = {kind: one == other for kind, (one, other) in texts.items()}
-    result["captured"], result["graph_reason"] = engine.model.num_captures, engine.model.graph_reason
-    engine.close()
     return result
 
 

@@ -9,15 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from benchmarks.engines import plain, stock_generate
+from benchmarks.engines import plain
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, bundled_model
 from lpr.core.step_times import KNOTS
 from lpr.model.graph_capture import CudaCapturer
@@ -28,12 +27,9 @@ from tests.fakes.compared import Group, Worlds
 
 MODELS = ("codellama-7b", "codellama-13b", "codellama-34b")
 TINY = dict(
-    model_type="llama", vocab_size=128, max_position_embeddings=512, hidden_size=64, intermediate_size=96,
+    model_type="llama", vocab_size=128, max_position_embeddings=2048, hidden_size=64, intermediate_size=96,
     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4,
 )  # fmt: skip
-
-SIZES = ("window_size", "ngram_size", "guess_set_size", "trie_nodes")
-"""The sizes of a tree that may be automatic."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +41,7 @@ class Sizes:
     lengths: tuple[int, ...]  # Cached lengths of t(n).
     nodes: tuple[int, ...]
     few_nodes: tuple[int, ...]  # Numbers of nodes that are also timed without graphs.
-    chains: tuple[int, ...]  # Nodes of the chains that trees are compared with.
     copy_bytes: int
-    batches: tuple[int, ...]  # Numbers of requests that are decoded together.
     num_prompts: int
     max_new_tokens: int
     dtype: torch.dtype
@@ -57,13 +51,13 @@ class Sizes:
         """CodeLlama 7B, 13B and 34B in bf16."""
         nodes = tuple(knot for knot in KNOTS if knot <= 512)
         shapes = {name: read_preset(name)["config"] for name in MODELS}
-        lengths, few, chains, batches = (512, 2048, 8192), (1, 8, 64, 256), (16, 64), (8, 64, 192)
-        return cls(device, shapes, lengths, nodes, few, chains, 1 << 31, batches, 8, 128, torch.bfloat16)
+        lengths, few = (512, 2048, 8192), (1, 8, 64, 256)
+        return cls(device, shapes, lengths, nodes, few, 1 << 31, 8, 128, torch.bfloat16)
 
     @classmethod
     def tiny(cls, device: torch.device) -> Sizes:
         """For any machine, in seconds."""
-        return cls(device, {"tiny": TINY}, (32, 64), (1, 2, 8), (1, 8), (2, 8), 1 << 20, (3,), 2, 12, torch.float32)
+        return cls(device, {"tiny": TINY}, (32, 64), (1, 2, 8), (1, 8), 1 << 20, 2, 12, torch.float32)
 
 
 _listeners: list[Callable[[dict[str, Any]], None]] = []
@@ -157,88 +151,6 @@ def _ids(engine: Engine, prompts: Sequence[str], params: SamplingParams) -> list
 def _same(one: list[list[int]], other: list[list[int]]) -> int:
     """The number of prompts with equal ids."""
     return sum(mine == theirs for mine, theirs in zip(one, other, strict=True))
-
-
-def end_to_end(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
-    """Tokens per second of the bundled model, one request at a time: transformers, plain lpr, lookahead."""
-    device, tokens = sizes.device, sizes.max_new_tokens
-    stock: Any = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype="auto")
-    stock.to(device)
-    result: dict[str, Any] = {}
-    encode = bundled(DecodeConfig.autoregressive(), device, graphs=False)
-    ids = [encode.encode(prompt) for prompt in prompts]
-    result["transformers eager"] = rate(lambda prompt: generate(stock, prompt, tokens), ids, device)
-    for graphs in (False, True) if device.type == "cuda" else (False,):
-        settings = {"autoregressive": DecodeConfig.autoregressive(max_batch_size=1)}
-        settings["auto"] = DecodeConfig(max_batch_size=1)
-        engine = bundled(settings["auto"], device, graphs=graphs)
-        for name, decode in settings.items():
-            engine.configure(decode)
-            numbers: list[tuple[int, int]] = []
-
-            def complete(prompt: list[int], engine: Engine = engine, numbers: Any = numbers) -> int:
-                params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-                stats = engine.generate([prompt], params)[0].stats
-                numbers.append((stats.num_tokens, stats.num_steps))
-                return stats.num_tokens
-
-            label = f"lpr {name}, {'graphs' if graphs else 'eager'}"
-            result[label] = rate(complete, ids, device)
-            emitted, steps = (sum(column) for column in zip(*numbers, strict=True))
-            result[label]["tokens_per_step"] = round(emitted / steps, 3)
-            result[label]["sizes"] = {field: getattr(engine.sizes, field) for field in SIZES}
-            measured(result)
-    return result
-
-
-def generate(model: Any, prompt: list[int], tokens: int, **more: Any) -> int:
-    """Transformers' greedy decoding of exactly `tokens` tokens."""
-    return len(stock_generate(model, prompt, tokens, min_new_tokens=tokens, pad_token_id=0, **more))
-
-
-def rate(complete: Callable[[list[int]], int], prompts: Sequence[list[int]], device: torch.device) -> dict[str, Any]:
-    """Tokens per second of `complete`, which returns the number of tokens that it emitted for a prompt."""
-    complete(prompts[0])  # warms up
-    emitted, began = 0, time.perf_counter()
-    for prompt in prompts:
-        emitted += complete(prompt)
-    wait(device)
-    return {"tokens": emitted, "tokens_per_s": round(emitted / (time.perf_counter() - began), 1)}
-
-
-def many_requests(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:
-    """Median milliseconds of a step of many requests without drafts, and of one in which another request joins."""
-    result: dict[str, Any] = {}
-    for batch in sizes.batches:
-        decode = DecodeConfig.autoregressive(max_batch_size=batch, num_candidates=0)
-        engine = bundled(decode, sizes.device, dtype=sizes.dtype)
-        ids = [engine.encode(prompts[number % len(prompts)]) for number in range(batch)]
-        for temperature in (0.0, 0.8):
-            params = SamplingParams(max_new_tokens=512, temperature=temperature, ignore_eos=True)
-            running = [engine.submit(each, replace(params, seed=seed)) for seed, each in enumerate(ids[1:])]
-            while any(request.stats.num_tokens < 2 for request in running):
-                engine.step()
-            decoding = median_ms(engine.step, sizes.device)
-            joined = []
-            for number in range(8):
-                newcomer = engine.submit([*ids[0], number], replace(params, max_new_tokens=2))
-                wait(sizes.device)
-                began = time.perf_counter()
-                engine.step()
-                wait(sizes.device)
-                joined.append((time.perf_counter() - began) * 1e3)
-                while newcomer.finish_reason is None:
-                    engine.step()
-            for request in running:
-                engine.abort(request)
-            result[f"{batch} requests, temperature {temperature}"] = {
-                "ms_per_step": round(decoding, 3),
-                "joined_ms": round(statistics.median(joined), 3),
-                "tokens_per_s": round((batch - 1) / decoding * 1e3, 1),
-            }
-            measured(result)
-        engine.close()
-    return result
 
 
 def exact_mode(sizes: Sizes, prompts: Sequence[str]) -> dict[str, Any]:

@@ -66,6 +66,45 @@ def place_rows(
         cached[index], real[index] = num_cached[index], count
 
 
+def place_packed(
+    words: np.ndarray,
+    num_sequences: int,
+    num_entries: int,
+    num_kept: int,
+    tables: np.ndarray,
+    page_size: int,
+    spare_row: int,
+    slots: Sequence[int],
+    num_cached: Sequence[int],
+    num_results: Sequence[int],
+    entries: Sequence[np.ndarray],
+) -> None:
+    """Write a step's rows into int32 `words`, one after the other at the end of N = `num_entries` entries.
+
+    In this order: ancestors in bits [N, 2 * max(2, ceil(N / 64))], tokens, positions and cache rows [N], the entries
+    whose results are wanted, the last ones of each row [`num_kept`], where each of S = `num_sequences` sequences begins
+    [S + 1], and of each the slot, the committed and the real entries [S]. What is before the first row is padding of
+    the first sequence. `tables` are the pages of all slots, int32 [slots, pages]. `entries` are as in `place_rows`.
+    """
+    num_words = max(2, -(-num_entries // WORD_BITS))
+    sizes = [num_entries * 2 * num_words, *[num_entries] * 3, num_kept, num_sequences + 1, *[num_sequences] * 3]
+    words[: sum(sizes)] = 0
+    bits, tokens, positions, write_rows, wanted, starts, slot_of, cached, real = np.split(words, np.cumsum(sizes))[:-1]
+    at, kept = num_entries - sum([each.shape[1] for each in entries]), 0
+    write_rows[:], starts[1:], wanted[:] = spare_row, num_entries, num_entries - 1
+    for index, each in enumerate(entries):
+        count = each.shape[1]
+        starts[index] = at if index else 0
+        slot_of[index], cached[index], real[index] = slots[index], num_cached[index], count
+        end = at + count
+        tokens[at:end], parents, positions[at:end] = each
+        bits.reshape(num_entries, -1)[at:end] = ancestor_words(parents, num_words).view(np.int32)
+        places = np.arange(count) + num_cached[index]
+        write_rows[at:end] = tables[slots[index], places // page_size] * page_size + places % page_size
+        wanted[kept : kept + num_results[index]] = np.arange(end - num_results[index], end)
+        at, kept = end, kept + num_results[index]
+
+
 def ancestor_words(parents: Sequence[int] | np.ndarray, num_words: int) -> np.ndarray:
     """`core.tree.ancestor_bits` as little-endian words: uint64 [n, num_words], 64 * num_words >= n."""
     words = np.zeros((len(parents), num_words), np.uint64)

@@ -84,7 +84,8 @@ def allocate(
         needs = replace(needs, free=max(0, needs.free - places * like.states.bytes_per_place))
     size = common_size(needs, met) if given is None else given_size(needs, given.num_pages)
     num_slots = min(decode.max_batch_size, size.num_pages)
-    limits = Limits[Request](num_slots, comm.size, decode.prefill_chunk, sizes.num_nodes, *how)
+    chunk = model.prompt_chunk(decode.prefill_chunk, num_slots * num_ahead)
+    limits = Limits[Request](num_slots, comm.size, chunk, sizes.num_nodes, *how)
     limits = replace(limits, num_pages=size.num_pages, num_ahead=num_ahead)
     limits.num_snapshots = num_snapshots if like.has_states else None
     model.allocate(num_slots, size.max_length, num_ahead, like, size.num_pages, num_snapshots)

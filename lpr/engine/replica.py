@@ -160,6 +160,9 @@ class Replica(StepHooks):
             request, computed = admitted
             request.state = self._new_state(request, computed)
         schedule = self.scheduler.schedule()
+        if self.comm.size == 1:
+            for request in self.scheduler.looked_at:
+                request.care_at = self.scheduler.care_at(request)
         for request in schedule.preempted:
             request.collect()
             request.state = None
@@ -185,8 +188,10 @@ class Replica(StepHooks):
         began, captures = time.perf_counter(), self.model.num_captures
         self.new_times, self.model.guess_ms = None, 0.0
         self.hooks.begin_step()
-        begun = {request.admission for request in schedule.decoding}
-        waiting = [request for request in self.scheduler.running if request.admission not in begun]
+        waiting: list[Request] = []
+        if len(schedule.decoding) < len(self.scheduler.running):
+            begun = {request.admission for request in schedule.decoding}
+            waiting = [request for request in self.scheduler.running if request.admission not in begun]
         self.sizer.begin_step(schedule.decoding, schedule.filling, waiting)
         begin_passes(self.model, schedule.decoding, self.sizer.times)
         # With the length of the shared index, a rank that has learned something else is found at once.
@@ -222,8 +227,7 @@ class Replica(StepHooks):
             # A head or copy takes its time whatever the tree is: as the nodes' it would make all of them dearer.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
         for request in self.scheduler.running:
-            request.write()
-            request.stats.count_nodes()
+            request.catch_up()
         self.is_whole = True
         self.hooks.while_busy()
 
@@ -232,13 +236,17 @@ class Replica(StepHooks):
         batch = schedule.decoding
         for request, _ in schedule.filling:
             request.stats.num_fill_steps += 1
+        woken: list[Request] = []
         for request, outcome in zip(batch, outcomes, strict=True):
             request.advance(outcome)
+            if len(request.tokens) >= request.care_at or request.finish_reason is not None:
+                woken.append(request)
         self.advanced += batch
         if batch:
             self.hooks.end_step(batch, outcomes, (request.chunks[-1] for request in batch))
-        self.scheduler.end_step()
-        for request in [request for request in batch if request.finish_reason is not None]:
+        is_alone = self.comm.size == 1 and len(batch) == len(self.scheduler.running)
+        self.scheduler.end_step(woken if is_alone else None)
+        for request in [request for request in woken if request.finish_reason is not None]:
             self._release(request)
             del self.requests.open[request.id]
         self.is_whole = True
@@ -407,6 +415,6 @@ class Replica(StepHooks):
         self._set_up(state.decode, state.sizes, times, Comm(), given=size)  # the others do not meet here
         for request, computed in handover.resume(state, self.scheduler, self.drafts, self.requests):
             request.state = self._new_state(request, computed)
-        self.scheduler.placement.register()
+        self.scheduler.placement.register(self.scheduler.running)
         for tenant, _ in state.tenants:  # that running requests begin to draft here is no use of their indexes
             self.drafts.of(tenant)

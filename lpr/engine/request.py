@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +28,8 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 MODEL_SOURCE = "model"
 """Source of a token that no draft named: the model's own at the end of a step."""
+LATE = 16
+"""Steps whose tokens may wait for their chunk, which then is one for all of them."""
 UNKNOWN_SOURCE = "unknown"
 """Source of a token that is sent again."""
 
@@ -105,6 +108,8 @@ class Request:
         """Per rank while it runs: its place in the batch, -1 where it has none."""
         self.admission = 0
         """Number of its admission."""
+        self.care_at = 0
+        """Tokens from which on the scheduler has to see to its pages."""
         self.num_preempted_tokens = 0
         """Tokens whose K/V it had when it was preempted, until it runs again."""
         self._homes: list[int] = []
@@ -260,13 +265,23 @@ class Request:
         if outcome.concluded.may_end or self.params.stop:
             self.collect()
 
+    def catch_up(self) -> None:
+        """While the device is busy: make chunks and text that nobody has wanted for long; raises for output in part."""
+        if len(self._outcomes) >= LATE or self._is_changing:
+            self.write()
+            self._stats.count_nodes()
+
     def collect(self) -> None:
-        """Count the steps since the last call and make their chunks, without text."""
+        """Count the steps since the last call and make their chunks, without text; one chunk where none tells more."""
         if self._outcomes:
             self._begin_change()
             for outcome in self._outcomes:
                 self._stats.count_step(outcome.concluded.tree, outcome.concluded.path)
-                self._emit(outcome)
+            if self.params.stop or self.params.logprobs is not None or self.details or self.prediction:
+                for outcome in self._outcomes:
+                    self._emit(outcome, outcome.concluded.emitted)
+            else:
+                self._emit(self._outcomes[-1], [token for each in self._outcomes for token in each.concluded.emitted])
             self._outcomes.clear()
             self._is_changing = False
 
@@ -275,9 +290,9 @@ class Request:
             raise RuntimeError(f"an exception has left the output of request {self.id!r} in part")
         self._is_changing = True
 
-    def _emit(self, outcome: Outcome) -> None:
-        """Add a step's tokens up to the end of the request; later ones are dropped."""
-        tokens, path = outcome.concluded.emitted, outcome.concluded.path
+    def _emit(self, outcome: Outcome, tokens: Sequence[int]) -> None:
+        """Add the tokens of a step, and of those before it, up to the end of the request; later ones are dropped."""
+        path = outcome.concluded.path
         taken, self.finish_reason = self.text_stream.extend(tokens)
         del self.tokens[len(self.tokens) - len(tokens) + taken :]
         self._stats.num_tokens += taken
@@ -324,6 +339,9 @@ class Request:
         del self._logprobs[self._num_added - self._delivered[0] :]
         if self._is_over:
             return
+        if not self._is_changing:
+            with suppress(Exception):  # of a tokenizer
+                self.write()
         for chunk in self._unwritten:  # their text is lost
             chunk.text, chunk.start_character = "", self._num_characters
         self._outcomes.clear()

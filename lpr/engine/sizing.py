@@ -107,8 +107,9 @@ class Sizer:
             self.budgets.begin_step({})
             return
         by_homes: dict[tuple[int, ...], list[Request]] = {}
-        for request in batch:
+        for request in batch if self._num_ranks > 1 else ():
             by_homes.setdefault(tuple(request.homes), []).append(request)
+        by_homes = by_homes or {(0,): list(batch)}
         waits = total([*map(_tokens_per_step, waiting)])
         prices = {
             homes: (self._times.row(len(members), max([len(each.tokens) for each in members])), waits)

@@ -37,6 +37,8 @@ class DecodeStats:
     accepted: Counter[At] = field(default_factory=Counter)
     """Nodes on an accepted path, likewise."""
     _uncounted: list[tuple[TokenTree, Sequence[int]]] = field(default_factory=list, repr=False, compare=False)
+    _uncounted_roots: int = field(default=0, repr=False, compare=False)
+    """Trees without a draft."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -69,8 +71,11 @@ class DecodeStats:
     def count_step(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Count one evaluated tree and its accepted path."""
         self.num_steps += 1
-        self.num_nodes += len(tree)
-        self._uncounted.append((tree, path))
+        self.num_nodes += (count := len(tree))
+        if count > 1:
+            self._uncounted.append((tree, path))
+        else:
+            self._uncounted_roots += 1
 
     def count_nodes(self) -> None:
         """Count the nodes of the steps since the last call: work that can wait until the device is busy."""
@@ -79,6 +84,10 @@ class DecodeStats:
             self.drafted.update(nodes)
             self.accepted.update([nodes[node] for node in path])
         self._uncounted.clear()
+        if self._uncounted_roots:
+            for counts in (self.drafted, self.accepted):
+                counts[Source.ROOT, 0] += self._uncounted_roots
+            self._uncounted_roots = 0
 
     def usage(self, num_cached: int) -> Usage:
         """The counts as they are sent, of a request with `num_cached` prompt tokens in the prefix cache."""

@@ -55,7 +55,8 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     # A step that has lost a rank is dropped: up to here it has changed nothing.
     concluded, moves = gathered.conclude(budgets)
     commit(model, rows, [concluded[index] for index in draft.mine], moves, ahead, draft.rank)
-    advance_states(model, rows, [(plan.decoding[i], concluded[i]) for i in draft.mine], fills, draft.rank)
+    if model.cache is not None and model.cache.has_states:
+        advance_states(model, rows, [(plan.decoding[i], concluded[i]) for i in draft.mine], fills, draft.rank)
     for request, counts in plan.filling:
         count_filled(request, counts)
     logprobs = gathered.logprobs()
@@ -72,7 +73,7 @@ def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candid
         assert complete, "a rank that is not home would need a tree that does not travel"
         digests = [*(request.running.digest for request, _ in plan.filling), plan.digest]
     return draft_step(
-        [request.running for request in plan.decoding],
+        [request.state for request in plan.decoding],  # type: ignore[misc]
         *(budgets, comm.rank, served_by(plan.decoding, comm.size), exchange.capacity),
         *(num_candidates, plan.num_command_bytes, digests),
     )
@@ -202,14 +203,12 @@ def advance_states(
 
     The root does not where the rank that owns it met NaN: it is evaluated again.
     """
-    cache = model.cache
-    assert cache is not None
-    if cache.has_states:
-        kept = [
-            accepted_entries(row, each, rank)[: request.running.num_computed_tokens[rank] - row.num_cached]
-            for row, (request, each) in zip(rows, concluded, strict=True)
-        ]
-        cache.states.advance([*rows, *fills], [*kept, *(range(row.num_entries) for row in fills)])
+    assert model.cache is not None
+    kept = [
+        accepted_entries(row, each, rank)[: request.running.num_computed_tokens[rank] - row.num_cached]
+        for row, (request, each) in zip(rows, concluded, strict=True)
+    ]
+    model.cache.states.advance([*rows, *fills], [*kept, *(range(row.num_entries) for row in fills)])
 
 
 def accepted_entries(row: Row, concluded: Conclusion, rank: int) -> list[int]:

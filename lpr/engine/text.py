@@ -161,17 +161,27 @@ class IncrementalDecoder:
             # One byte is context enough: the next token only depends on whether some text precedes it.
             self._window.append(self._byte_token)
             self._num_final = len(self._decode(self._window))
-        self._window.append(token)
-        start = self._num_final
-        final += self._decode_window()[start : self._num_final]
-        if len(self._window) >= self._max_window:
-            # Decoders that strip all spaces would strip the next token's too, if no text precedes it.
-            context = self._window[-CONTEXT:]
-            self._restart(context if self._decode(context) else self._window)
+        final += self._push_text([token])
         if self._prompt_pending:
             shared = num_shared(final, self._prompt_pending)
             self._prompt_pending = self._prompt_pending[shared:] if shared == len(final) else ""
             final = final[shared:]
+        return final
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        """As `push` of each; tokens that have text of their own are decoded together."""
+        if self._run or self._prompt_pending or any([self._vocabulary[token] is not None for token in tokens]):
+            return "".join([self.push(token) for token in tokens])
+        return self._push_text(tokens)
+
+    def _push_text(self, tokens: Sequence[int]) -> str:
+        self._window += tokens
+        start = self._num_final
+        final = self._decode_window()[start : self._num_final]
+        if len(self._window) >= self._max_window:
+            # Decoders that strip all spaces would strip the next token's too, if no text precedes it.
+            context = self._window[-CONTEXT:]
+            self._restart(context if self._decode(context) else self._window)
         return final
 
     def _run_text(self, unfinished: str) -> str:
@@ -390,8 +400,13 @@ class TextStream:
 
     def _read(self, num_tokens: int | None = None) -> bool:
         """Decode pushed tokens, at most `num_tokens`; True if a stop string is among them."""
-        found_stop = False
-        for _ in range(len(self._unread) if num_tokens is None else min(num_tokens, len(self._unread))):
+        found_stop, count = False, len(self._unread) if num_tokens is None else min(num_tokens, len(self._unread))
+        together = 0 if self._params.stop or not count else count - self._unread[count - 1][2]
+        if together > 1 and self._decoder is not None:  # nothing in them ends the text
+            final = self._decoder.extend([self._unread.popleft()[0] for _ in range(together)])
+            self._append(final, self._decoder.readable, False)
+            count -= together
+        for _ in range(count):
             assert self._decoder is not None
             token, is_eos, is_last = self._unread.popleft()
             final = "" if is_eos else self._decoder.push(token)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lpr.model.attention.backends import Reads, attention_configs, choose
 from lpr.model.exact import check
 from lpr.model.families import is_recurrent
+from lpr.model.graph_inputs import packed_inputs
 from lpr.model.input_builder import build_inputs, build_page_inputs
 from lpr.model.kv_cache import KVCache
 from lpr.model.multimodal import takes_positions
@@ -55,7 +56,7 @@ class Adapter:
         self.node_bucket, self.kv_bucket = (1, 32) if on_cpu else (16, 256)
         """T and KV of a step are padded to multiples of these. On a GPU few shapes repeat, as tuned kernels need; on a
         CPU every padded node costs its full arithmetic."""
-        self.packed = on_cpu
+        self.packed = False
         """True if unequal rows are laid out without padding; `self_check` takes it back for a model that cannot."""
         self.reads_tables = True
         """True if attention that reads bits reads block tables, too; `self_check` takes it back like `packed`."""
@@ -85,6 +86,11 @@ class Adapter:
         return self.backend.reads is Reads.BITS
 
     @property
+    def packs_bits(self) -> bool:
+        """True if attention that reads bits takes packed sequences; scans and exact sums take a row of each."""
+        return self.reads_bits and not self.exact and not is_recurrent(self.model)
+
+    @property
     def reads_pages(self) -> bool:
         """True if attention on a CPU reads trees and block tables as they are."""
         return self.backend.reads is Reads.PAGES
@@ -92,6 +98,7 @@ class Adapter:
     def set_attention(self, choice: str) -> None:
         """Switch the model to one of ATTENTION; raises InputError where it cannot work."""
         self.backend = choose(self.model, choice)
+        self.packed = self.device.type == "cpu" or self.packs_bits
         with self.lock:
             self.backend.set(self.model, self.exact)
             rewrite(self.model, Setting(self.device), Stage.TREE)
@@ -134,6 +141,8 @@ class Adapter:
         if self.reads_pages:
             return build_page_inputs(rows, cache, node_bucket, packed, self.heights)
         bits, tables = self.reads_bits, self.reads_tables
+        if packed and bits and len(rows) > 1:
+            return packed_inputs(rows, cache, self.device, node_bucket, kv_bucket)
         return build_inputs(
             rows, cache, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.heights, tables
         )

@@ -26,6 +26,8 @@ class EagerForward:
     """The reason why no further step is captured, once a capture has failed."""
     num_captures = 0
     """Graphs captured so far."""
+    num_computed = 0
+    """Entries that captured steps have computed, padding included."""
 
     def __init__(
         self, adapter: Adapter, sampler: Sampler, cache: KVCache, before_launch: Callable[[], None] = lambda: None

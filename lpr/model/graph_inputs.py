@@ -1,8 +1,9 @@
 """A step's inputs at fixed places on the device: what a captured graph reads, filled by one copy.
 
-A step of a few sequences is padded to a `StaticShape`, one of a small number. Everything that differs between two
-steps of one shape is in a single run of int32 words: tokens, positions, cache rows, ancestors as bits, and the sampling
-parameters. A dense mask is made of the bits on the device, as part of the graph.
+A step is padded to a `StaticShape`, one of a small number. Packed, its sequences lie one after the other in a single
+row [1, N], pieces of prompts among them, and only N is padded. Else each has a row of its own. Everything that differs
+between two steps of one shape is in a single run of int32 words: tokens, positions, cache rows, ancestors as bits, and
+the sampling parameters. A dense mask is made of the bits on the device, as part of the graph.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from lpr.model.kv_cache import KVCache
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Block, Row, StepInputs
+from lpr.model.transfer import to_device
 from lpr.model.tree_mask import WORD_BITS, TreeMask
 
 NODE_BUCKETS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -28,6 +30,15 @@ KV_BUCKETS = tuple(sorted([1 << octave for octave in range(8, 24)] + [3 << octav
 """KV: cache rows that attention reads; two per octave, so that a kernel without lengths reads half too many at most."""
 BATCH_NODE_BUCKETS = (1, 16, 48, 96, 192, 384, 1024)
 """T of a batch: fewer, as there are several batch sizes."""
+PACKED_BUCKETS = (
+    1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192,
+    256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048,
+)  # fmt: skip
+"""N of a packed step: all entries together. A step of more is evaluated directly."""
+MANY_ENTRIES = 256
+"""N from which on a packed step has fewer shapes: the rest of it takes so long that sampling costs nothing beside."""
+SEQUENCE_BUCKETS = (1, 4, 16, 64, 256)
+"""S of a packed step: they decide how attention is cut, and more than there are cost next to nothing."""
 WIDE_KV = (1024,)
 """KV where a kernel reads the lengths: there it only decides into how many parts the keys are split."""
 WIDE_BATCH = 8
@@ -61,22 +72,36 @@ class StaticShape:
     """True if a vocabulary in parts is gathered for a limit that needs the whole of it."""
     only_logits: bool = False
     """True if the graph ends at the logits [B * T, V]; tokens are then chosen outside of it."""
+    num_kept: int = 0
+    """M results of a packed step, in which `batch` are the sequences and `num_entries` is N; 0: it is not packed."""
+
+    @property
+    def num_computed(self) -> int:
+        """Entries that the forward computes, padding included."""
+        return self.num_entries if self.num_kept else self.batch * self.num_entries
+
+    @property
+    def num_results(self) -> int:
+        """Rows of results."""
+        return self.num_kept or self.num_computed
 
     @cached_property
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """The shape in int32 words of each part, in the order in which they lie; 64-bit ones first."""
-        batch, entries = (self.batch,), (self.batch, self.num_entries)
+        batch, entries = (self.batch,), (1 if self.num_kept else self.batch, self.num_entries)
+        of_packed = {"wanted": (self.num_kept,), "starts": (self.batch + 1,), "slots": batch}
         return {
             # Two words at least: to a compiler a size of 1 is another form of the forward.
             "bits": (*entries, 2 * max(2, -(-self.num_entries // WORD_BITS))),
             **dict.fromkeys(("tokens", "positions", "write_rows"), entries),
+            **(of_packed if self.num_kept else {}),
             **dict.fromkeys(("num_cached", "num_real"), batch),
             "selection": (5 * self._num_sampled + self.num_keys,),
         }
 
     @property
     def _num_sampled(self) -> int:
-        return self.batch * self.num_entries if self.num_keys else 0
+        return self.num_results if self.num_keys else 0
 
     @cached_property
     def num_words(self) -> int:
@@ -84,29 +109,40 @@ class StaticShape:
         return sum(map(prod, self.sizes.values()))
 
     def place(self, words: np.ndarray, rows: Sequence[Row], selection: Selection, cache: KVCache) -> None:
-        """Write the words [num_words] of a step of `rows`, neighbouring slots from `first_slot` on, on the host."""
-        cache.place(words, rows, self.first_slot, self.batch, self.num_entries)
+        """Write the words [num_words] of a step of `rows` on the host; neighbouring slots from `first_slot` on, unless
+        it is packed.
+        """
+        if self.num_kept:
+            cache.place_packed(words, rows, self.batch, self.num_entries, self.num_kept)
+        else:
+            cache.place(words, rows, self.first_slot, self.batch, self.num_entries)
         if not self.num_keys:
             return
         # Each row's parameters are among the last of its T entries; the other entries are greedy.
         columns, given_keys = np.split(selection.words.numpy(), [5 * selection.num_rows])
         columns = columns.reshape(5, -1)
-        placed = np.zeros((5, self.batch, self.num_entries), np.int32)
-        start = 0
+        placed = np.zeros((5, self.num_results), np.int32)
+        if self.num_kept:
+            placed[:, : columns.shape[1]] = columns
+            rows = ()
+        by_row, start = placed.reshape(5, -1, self.num_kept or self.num_entries), 0
         for index, row in enumerate(rows):
             end = start + row.num_results
-            placed[:, index, self.num_entries - row.num_results :] = columns[:, start:end]
+            by_row[:, index, self.num_entries - row.num_results :] = columns[:, start:end]
             start = end
         keys = np.zeros(self.num_keys, np.int32)
         keys[: selection.num_keys] = given_keys
         words[-prod(self.sizes["selection"]) :] = np.concatenate([placed.reshape(-1), keys])
 
     def read(self, words: torch.Tensor, cache: KVCache) -> tuple[StepInputs, Selection]:
-        """The inputs of a forward as functions of `words` and tables on the device; all B * T entries have results."""
+        """The inputs of a forward as functions of `words` and tables on the device; all B * T entries have results, or
+        `num_kept` of a packed step.
+        """
         parts = dict(zip(self.sizes, words[: self.num_words].split([*map(prod, self.sizes.values())]), strict=True))
         parts = {name: part.view(self.sizes[name]) for name, part in parts.items()}
         positions = parts["positions"].long()
-        mask = TreeMask(parts["bits"].view(torch.int64), parts["num_cached"], parts["num_real"], positions)
+        of_packed = parts.get("starts"), parts.get("slots")
+        mask = TreeMask(parts["bits"].view(torch.int64), parts["num_cached"], parts["num_real"], positions, *of_packed)
         if self.tree_bits:
             block = Block(0, self.first_slot, self.num_kv, positions, None, None, mask)
         else:  # padding sees the first cache row, to stay finite
@@ -120,8 +156,8 @@ class StaticShape:
             write_rows=parts["write_rows"].reshape(-1).long(),
             blocks=[block],
             length=0,
-            num_results=[self.num_entries] * self.batch,
-            logits_to_keep=self.num_entries,
+            num_results=[self.num_kept] if self.num_kept else [self.num_entries] * self.batch,
+            logits_to_keep=parts["wanted"].long() if self.num_kept else self.num_entries,
         )
         keys = self.num_keys
         sizes = keys, self._num_sampled, keys > 0, self.filtered, self.is_wide
@@ -158,6 +194,61 @@ def static_shape(
     sizes = (first, batch, num_entries, min(kv_bucket, rows_per_slot), num_candidates)
     filtered = selection.filtered if in_parts else selection.sampled
     return _known_shape(*sizes, num_keys, filtered, tree_bits, tree_bits and tables, in_parts and selection.is_wide)
+
+
+def packed_shape(
+    rows: Sequence[Row],
+    selection: Selection,
+    num_candidates: int,
+    num_slots: int,
+    rows_per_slot: int,
+    most_results: int,
+    in_parts: bool = False,
+) -> StaticShape | None:
+    """The smallest packed shape that holds `rows`, of any slots and with up to `most_results` results; None if none."""
+    num_entries = bucket_of(sum([row.num_entries for row in rows]), PACKED_BUCKETS)
+    num_results = sum([row.num_results for row in rows])
+    kept = next((each for each in kept_buckets(num_entries, most_results) if each >= num_results), 0)
+    if num_entries > PACKED_BUCKETS[-1] or not kept:
+        return None
+    batch = next(each for each in sequence_buckets(num_entries, num_slots) if each >= len(rows))
+    num_kv = max([row.num_cached + row.num_entries for row in rows])
+    num_kv = bucket_of(num_kv, packed_kv(batch, num_entries, rows_per_slot))
+    sampled = selection.sampled or num_entries >= MANY_ENTRIES
+    filtered = selection.filtered if in_parts else sampled
+    sizes = 0, batch, num_entries, num_kv, num_candidates, kept if sampled else 0, filtered
+    return _known_shape(*sizes, True, True, in_parts and selection.is_wide, False, kept)
+
+
+def kept_buckets(num_entries: int, most_results: int) -> Sequence[int]:
+    """The values of M of a packed step: all entries have results or, beside pieces of prompts, up to a quarter."""
+    most = min(num_entries, bucket_of(most_results, PACKED_BUCKETS))
+    return (most,) if num_entries < MANY_ENTRIES else sorted({min(num_entries // 4, most), most})
+
+
+def sequence_buckets(num_entries: int, num_slots: int) -> Sequence[int]:
+    """The values of S of a packed step."""
+    buckets = (1,) if num_entries >= MANY_ENTRIES else SEQUENCE_BUCKETS
+    return [*(each for each in buckets if each < num_slots), num_slots]
+
+
+def packed_kv(batch: int, num_entries: int, rows_per_slot: int) -> Sequence[int]:
+    """The values of KV of a packed step: few entries of one sequence are split for the length."""
+    return wide_kv(1 if batch == 1 and num_entries < MANY_ENTRIES else WIDE_BATCH, rows_per_slot)
+
+
+def packed_inputs(rows: Sequence[Row], cache: KVCache, device: torch.device, bucket: int, kv_bucket: int) -> StepInputs:
+    """The inputs of a packed step that is evaluated directly; N and KV are multiples of `bucket` and `kv_bucket`."""
+    num_entries = -(-sum([row.num_entries for row in rows]) // bucket) * bucket
+    num_results = sum([row.num_results for row in rows])
+    num_kv = -(-max([row.num_cached + row.num_entries for row in rows]) // kv_bucket) * kv_bucket
+    sizes = 0, len(rows), num_entries, min(num_kv, cache.rows_per_slot), 0, 0, False
+    shape = StaticShape(*sizes, tree_bits=True, by_table=True, num_kept=max(1, num_results))
+    words = np.empty(shape.num_words, np.int32)
+    shape.place(words, rows, Selection.build([]), cache)
+    inputs, _ = shape.read(to_device(words, device), cache)
+    inputs.num_results, inputs.rows, inputs.length = [num_results], rows, max([row.num_cached for row in rows])
+    return inputs
 
 
 @lru_cache(maxsize=1024)

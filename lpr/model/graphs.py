@@ -26,11 +26,17 @@ from lpr.model.graph_capture import Capturer, NoWaiting, Program, WaitsError
 from lpr.model.graph_inputs import (
     FEW_KEYS,
     KV_BUCKETS,
+    MANY_ENTRIES,
     NODE_BUCKETS,
+    PACKED_BUCKETS,
     StaticShape,
     bucket_of,
+    kept_buckets,
     node_buckets,
+    packed_kv,
+    packed_shape,
     power_of_two,
+    sequence_buckets,
     static_shape,
     wide_kv,
 )
@@ -88,11 +94,15 @@ class GraphForward(EagerForward):
         self.is_wrong = False
         """True if a program of this model is wrong, captured or not, as it depends on the host."""
         self._num_candidates = 0
+        self._is_packed = self.adapter.packed and self.adapter.packs_bits
         self.limit(1)
         self._graphs: OrderedDict[StaticShape, Captured | None] = OrderedDict()
         """None for a step that could not be captured."""
         num_slots, most = self.cache.num_slots, NODE_BUCKETS[-1]
         largest = StaticShape(0, num_slots, most, 0, 0, num_slots * most, True)
+        if self._is_packed:
+            most = PACKED_BUCKETS[-1]
+            largest = StaticShape(0, num_slots, most, 0, 0, most, True, num_kept=most)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
         self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=self.adapter.device)
         self._upload = Upload(self._words)
@@ -106,6 +116,8 @@ class GraphForward(EagerForward):
         """Capture steps of up to `max_nodes` nodes a row; longer pending chains, such as prompts, are rare shapes."""
         self._max_nodes = max_nodes
         longest = max_nodes if max_nodes == 1 else max_nodes + PENDING
+        self.most_results = self.cache.num_slots * max_nodes
+        """Most results of a packed step: those of a tree of each sequence."""
         self.max_entries = min(bucket_of(longest, node_buckets(1, self._height)), NODE_BUCKETS[-1])
 
     def __len__(self) -> int:
@@ -118,6 +130,9 @@ class GraphForward(EagerForward):
         """
         if self.cache.has_states and not self.adapter.reads_bits:
             return None
+        if self._is_packed:
+            limits = self.cache.num_slots, self.cache.rows_per_slot, self.most_results
+            return packed_shape(rows, selection, num_candidates, *limits, self.sampler.part is not None)
         limits = self.cache.num_slots, self.cache.rows_per_slot, self.max_entries
         bits, tables = self.adapter.reads_bits, self.adapter.reads_tables
         is_split = self.sampler.part is not None
@@ -132,12 +147,19 @@ class GraphForward(EagerForward):
                 return self.sampler.results(logits, selection.to(self.adapter.device), num_candidates)
             return super().evaluate(rows, selection, num_candidates)
         shape = self.shape_of(rows, selection, num_candidates)
-        if shape is not None and not num_candidates and shape.num_entries > 1:
+        fewest = shape.batch if shape is not None and shape.num_kept else 1
+        if shape is not None and not num_candidates and shape.num_entries > fewest:
             shape = replace(shape, num_candidates=self._num_candidates)  # that of trees, which is captured already
         found = self._replay(shape, rows, selection)
         if shape is None or found is None:
             return super().evaluate(rows, selection, num_candidates)
         return found if num_candidates == shape.num_candidates else found[:, :1]
+
+    def fill(self, rows: Sequence[Row]) -> None:
+        """As EagerForward.fill; pieces of prompts are packed steps without results."""
+        shape = self.shape_of(rows, Selection.build([]), self._num_candidates) if self._is_packed else None
+        if self._replay(shape, rows, Selection.build([])) is None:
+            super().fill(rows)
 
     def _replay(self, shape: StaticShape | None, rows: Sequence[Row], selection: Selection) -> torch.Tensor | None:
         if shape is None or self.is_wrong:
@@ -150,6 +172,13 @@ class GraphForward(EagerForward):
         if captured is not None:
             self._kept_hidden, self.cache.states.evaluated = captured.hidden, captured.evaluated
         results = captured.replay() if captured is not None else self._run(shape)
+        self.num_computed += shape.num_computed
+        if shape.num_kept:
+            if self._kept_hidden is not None:
+                counts = [row.num_entries for row in rows]
+                parts = self._kept_hidden[shape.num_entries - sum(counts) :].split(counts)
+                self.hidden = {row.slot: part for row, part in zip(rows, parts, strict=True)}
+            return results[: sum([row.num_results for row in rows])]
         results = results.view(shape.batch, shape.num_entries, -1)
         if self._kept_hidden is not None:
             states = self._kept_hidden.view(shape.batch, shape.num_entries, -1)
@@ -312,6 +341,8 @@ class GraphForward(EagerForward):
         rows, num_slots, bits = self.cache.rows_per_slot, self.cache.num_slots, self.adapter.reads_bits
         if self.cache.has_states and not bits:
             return []
+        if self._is_packed:
+            return self._packed_shapes(num_candidates)
         tables = bits and self.adapter.reads_tables
         sizes = [size for size in node_buckets(1, self._height) if size <= self.max_entries]
         shapes = []
@@ -330,4 +361,24 @@ class GraphForward(EagerForward):
             for batch, size, length, num_keys in sorted(shapes, key=lambda each: (each[0] * each[1], each))
             for filtered in ((False, True) if num_keys and self.sampler.part is not None else (num_keys > 0,))
         ]
+        return found[:MOST_COMMON][::-1]
+
+    def _packed_shapes(self, num_candidates: int) -> list[StaticShape]:
+        """As `common_shapes`, of packed steps: of any sampling, and without candidates where no tree has a node."""
+        found = list[StaticShape]()
+        for size in PACKED_BUCKETS:
+            batches = sequence_buckets(size, self.cache.num_slots)
+            for batch, fewer in zip(batches, (0, *batches), strict=False):
+                lengths, all_kept = (
+                    packed_kv(batch, size, self.cache.rows_per_slot),
+                    kept_buckets(size, self.most_results),
+                )
+                for length, kept in product(lengths, all_kept) if size > fewer else ():
+                    keys = (kept,) if size >= MANY_ENTRIES else (0, kept)
+                    candidates = {num_candidates, 0} if size <= batch else {num_candidates}
+                    for each, known in product(keys, sorted(candidates)):
+                        is_split = self.sampler.part is not None and each > 0
+                        for filtered in (False, True) if is_split else (each > 0,):
+                            sizes = 0, batch, size, length, known, each, filtered
+                            found.append(StaticShape(*sizes, tree_bits=True, by_table=True, num_kept=kept))
         return found[:MOST_COMMON][::-1]

@@ -21,7 +21,7 @@ from lpr.model.host_pages import HostPages, swap_ms
 from lpr.model.recurrent.states import States, StatesInCache
 from lpr.model.step_inputs import Block, Row, StepInputs, current_step
 from lpr.model.transfer import to_device
-from lpr.native import PagedAttention, place_rows
+from lpr.native import PagedAttention, place_packed, place_rows
 
 Pair = tuple[Tensor, Tensor]
 
@@ -289,10 +289,21 @@ class KVCache(StatesInCache, Cache):
         cached, entries = [row.num_cached for row in rows], [row.entries for row in rows]
         place_rows(words, batch, num_entries, tables, self.page_size, spare, cached, entries)
 
+    def place_packed(
+        self, words: np.ndarray, rows: Sequence[Row], num_sequences: int, num_entries: int, num_kept: int
+    ) -> None:
+        """The same of a packed step, of rows of any slots."""
+        slots, cached = [row.slot for row in rows], [row.num_cached for row in rows]
+        results, entries = [row.num_results for row in rows], [row.entries for row in rows]
+        where = self.tables, self.page_size, self.num_rows - 1
+        place_packed(words, num_sequences, num_entries, num_kept, *where, slots, cached, results, entries)
+
     def place_static(self, block: Block, num_used: Tensor | None) -> None:
         """The same on the device alone, for a captured step; without `num_used` [B] by table."""
         size, device = self.page_size, block.positions.device
-        table = self.device_tables(device)[block.first_slot : block.first_slot + len(block.positions)]
+        table = self.device_tables(device)
+        if block.tree_mask is None or block.tree_mask.starts is None:  # packed ones look for their slots
+            table = table[block.first_slot : block.first_slot + len(block.positions)]
         if num_used is None:
             block.table = table[:, : -(-block.num_kv // size)]
         else:

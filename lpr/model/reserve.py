@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lpr.model.graph_inputs import NODE_BUCKETS, bucket_of, node_buckets
+from lpr.model.graph_inputs import NODE_BUCKETS, PACKED_BUCKETS, bucket_of, node_buckets
 from lpr.model.graphs import MOST_COMMON, PENDING
 from lpr.model.rewrite.merged_loading import IN_FLIGHT
 
@@ -61,10 +61,21 @@ class Steps:
     """Columns of a dense mask; 0: attention reads ancestors as bits."""
     by_kernel: bool = True
     """True if kernels choose tokens, without a copy of the logits."""
+    packed: bool = False
+    """True if graphs are of packed steps, pieces of prompts among them."""
+
+    @property
+    def num_results(self) -> int:
+        """Results of the largest decoding step, padded as its graph is."""
+        if not self.packed:
+            return self.num_entries
+        return bucket_of(self.batch * self.num_ahead, PACKED_BUCKETS)
 
     @property
     def num_entries(self) -> int:
-        """Entries of the largest decoding step, padded as its graph is."""
+        """Entries of the largest graph, or decoding step."""
+        if self.packed:
+            return max(self.num_results, PACKED_BUCKETS[-1])
         if self.num_ahead == 1:
             return self.batch
         longest = min(bucket_of(self.num_ahead + PENDING, NODE_BUCKETS), NODE_BUCKETS[-1])
@@ -124,7 +135,7 @@ def memory_needs(sizes: RankSizes, steps: Steps, num_axes: int = 0) -> MemoryNee
         loading=IN_FLIGHT * sizes.largest,
         nccl=num_axes * COMMUNICATOR,
         layers=layer(steps.num_entries) + layer(steps.prompt),
-        logits=(steps.num_entries + steps.batch) * sizes.vocab * copies,
+        logits=(steps.num_results + steps.batch) * sizes.vocab * copies,
         graphs=steps.num_graphs * GRAPH_BYTES,
         workspaces=WORKSPACES,
     )

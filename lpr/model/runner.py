@@ -18,6 +18,7 @@ from lpr.model.adapter import Adapter, ShareHeights
 from lpr.model.cpu.memory import settle
 from lpr.model.eager_forward import EagerForward
 from lpr.model.graph_capture import Capturer, CudaCapturer, uncapturable
+from lpr.model.graph_inputs import PACKED_BUCKETS
 from lpr.model.graphs import MOST_COMMON, GraphForward
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.heads.head import DraftHead
@@ -185,8 +186,18 @@ class TreeModel:
             num_graphs=MOST_COMMON if self.capturer is not None else 0,
             mask_rows=0 if self.adapter.reads_bits else longest,
             by_kernel=has_kernels(self.device),
+            packed=self._captures_packed,
         )
         return memory_needs(sizes_of(self.model), steps, num_axes)
+
+    @property
+    def _captures_packed(self) -> bool:
+        return self.capturer is not None and self.adapter.packed and self.adapter.packs_bits
+
+    def prompt_chunk(self, most: int, num_nodes: int) -> int:
+        """Tokens of prompts, up to `most`, that a captured step has room for beside trees of `num_nodes` nodes."""
+        room = PACKED_BUCKETS[-1] - min(num_nodes, PACKED_BUCKETS[-1] // 2)
+        return min(most, room) if self._captures_packed else most
 
     def free_host_bytes(self, num_sharing: int) -> int | None:
         """Bytes of host memory that each of `num_sharing` ranks of a device may use; None: unknown."""

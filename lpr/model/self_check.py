@@ -23,7 +23,7 @@ from lpr.model.attention.dense import ComputedKeysError
 from lpr.model.attention.sparse import few_selected
 from lpr.model.exact import BLOCK
 from lpr.model.families import refusal
-from lpr.model.graph_inputs import static_shape
+from lpr.model.graph_inputs import packed_shape, static_shape
 from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent.gain import scaled
 from lpr.model.runner import TreeModel
@@ -85,13 +85,17 @@ def check_compiled(runner: TreeModel, like: KVCache, max_batch_size: int = 2) ->
     for batch, (start, count) in product(range(most, 0, -1), ((0, 12), (12, 1))):
         rows = [Row.chain(slot, start, tokens[start : start + count], count) for slot in range(batch)]
         how = adapter.reads_bits, 1, False, adapter.reads_tables
-        shape = static_shape(rows, nothing, 0, most, cache.rows_per_slot, count, *how)
+        if adapter.packed and adapter.packs_bits:
+            shape = packed_shape(rows, nothing, 0, most, cache.rows_per_slot, batch * count)
+        else:
+            shape = static_shape(rows, nothing, 0, most, cache.rows_per_slot, count, *how)
         assert shape is not None
         words = torch.zeros(shape.num_words, dtype=torch.int32)
         shape.place(words.numpy(), rows, nothing, cache)
         words = words.to(adapter.device)
+        wanted = slice(batch * count) if shape.num_kept else slice(-count, None)
         direct, compiled = (
-            each.forward(shape.read(words, cache)[0], cache)[-count:].float() for each in (adapter, runner.compiled)
+            each.forward(shape.read(words, cache)[0], cache)[wanted].float() for each in (adapter, runner.compiled)
         )
         if not (error := _difference(compiled, direct)) <= _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE):
             runner.compiled.give_up(f"compiled logits differ from direct ones by {error:.1e} of their range")
@@ -132,6 +136,7 @@ def _error(adapter: Adapter, cache: KVCache, prompt_length: int, tolerance: floa
     """The largest difference of a tree's or a batch's logits, over their range; decides `reads_tables` and `packed`."""
     if adapter.reads_bits:
         adapter.reads_tables = _passes_keys_on(adapter)
+        adapter.packed = adapter.packed and adapter.reads_tables
     half = adapter.model.dtype not in _TOLERANCE  # its rounding changes which tokens a sparse layer selects
     with nullcontext() if half else few_selected(adapter.model):
         error = _tree_error(adapter, cache, prompt_length)

@@ -30,9 +30,17 @@ class TreeMask:
     """[B] int32: real entries."""
     positions: Tensor
     """[B, T] int64: position of each entry in its sequence (of no meaning for padding)."""
+    starts: Tensor | None = None
+    """[S + 1] int32 of S packed sequences, which lie one after the other in a single row: B is 1, T their entries
+    together, and the other tensors have S values. Sequence s has the entries from `starts[s]` to `starts[s + 1]`, those
+    before the last `num_entries[s]` of them are padding. None: a sequence has a row."""
+    slots: Tensor | None = None
+    """[S] int32: the slot of each packed sequence, whose block table it has."""
 
     def visible(self, num_kv: int) -> Tensor:
-        """The dense mask [B, T, KV] bool; padding entries see nothing."""
+        """The dense mask [B, T, KV] bool; padding entries see nothing. Raises TypeError for packed sequences."""
+        if self.starts is not None:
+            raise TypeError("packed sequences have no dense mask")
         entry = self._entry(num_kv)[:, None]
         last = self.bits.shape[2] * WORD_BITS - 1
         words = self.bits.gather(2, (entry.clamp(0, last) // WORD_BITS).expand(-1, self.bits.shape[1], -1))

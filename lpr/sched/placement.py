@@ -184,7 +184,7 @@ class Placement(Generic[R]):
                 for rank in request.homes:
                     if request.slots[rank] < 0:
                         self._pages[rank].enter(request)
-            self.register()
+            self.register(self.running)
         return lost
 
     def forget(self) -> None:
@@ -300,9 +300,13 @@ class Placement(Generic[R]):
         self._leave(request, rank)
         return True
 
-    def register(self) -> None:
-        """Let requests share what the last step has computed."""
-        for request in self.running:
+    def room(self, request: R) -> int:
+        """Rows of a request's pages on the only rank."""
+        return len(self._pages[0].table(request).pages) * self.limits.page_size
+
+    def register(self, requests: Sequence[R]) -> None:
+        """Let `requests` share what the last step has computed."""
+        for request in requests:
             for pages, slot, num_computed in zip(self._pages, request.slots, request.num_computed_tokens, strict=True):
                 if slot >= 0:
                     pages.register(request, num_computed)

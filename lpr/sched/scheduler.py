@@ -60,6 +60,12 @@ class Scheduler(Generic[R]):
         self.placement = Placement(limits)
         self.counts = CacheCounts()
         self._filled_last = False
+        self._steady: Schedule[R] | None = None
+        """The next schedule, while all running requests decode and none needs care."""
+        self.looked_at: Sequence[R] = []
+        """The decoding requests whose pages the last schedule has looked at, after which they need care later."""
+        self._woken: Sequence[R] | None = None
+        """The requests that the last step has brought to the length at which they need care; None: any may."""
 
     @property
     def running(self) -> list[R]:
@@ -91,6 +97,7 @@ class Scheduler(Generic[R]):
         num_arrivals: int,
     ) -> None:
         """Take over the requests of another rank's scheduler, in its order, and their pages per rank."""
+        self._steady = None
         self.placement.resume(running, tables)
         self.waiting.resume(waiting, num_arrivals)
 
@@ -125,6 +132,7 @@ class Scheduler(Generic[R]):
         computed = self.placement.admit(request, own, wanted)
         if computed is None:
             return None
+        self._steady = None
         self.waiting.remove(request)
         self.waiting.shares.begin(request)
         found = min(computed[rank] for rank in request.homes)
@@ -150,9 +158,12 @@ class Scheduler(Generic[R]):
         first token anyway last. A prompt that ends leaves the others only what makes its tokens cheaper: all that share
         a step have their first tokens at its end. Where rows are not padded, the last piece of a chain is evaluated
         together with the first tree, and hardly waits for pieces of others. A prompt that begins like another waits
-        while that one computes what they share.
+        while that one computes what they share. While all decode and none comes or goes, the last schedule stays.
         """
         limits = self.limits
+        if self._steady is not None and self._woken is not None and self._have_room(self._woken):
+            self.looked_at = self._woken
+            return self._steady
         if limits.num_ranks > 1 and self.running:  # idle ranks look for work more or less often
             self.placement.update()
         for request in self.running:
@@ -194,11 +205,29 @@ class Scheduler(Generic[R]):
         places = {request.admission: place for place, request in enumerate(self.running)}
         decoding.sort(key=lambda request: places[request.admission])
         filling.sort(key=lambda each: places[each[0].admission])
+        self._steady, self.looked_at = None, decoding
         if filling and not limits.packed:
             schedule, self._filled_last = in_turn(decoding, filling, not self._filled_last)
             return Schedule(*schedule, preempted)
         self._filled_last = bool(filling)
+        is_steady = limits.num_ranks == 1 and limits.targets is None and len(decoding) == len(self.running)
+        self._steady = Schedule(decoding, []) if is_steady else None
+        self.looked_at = decoding
         return Schedule(decoding, filling, preempted)
+
+    def _have_room(self, requests: Sequence[R]) -> bool:
+        """Give requests the pages of the next step, in the order of `_reserve`; False if there are too few."""
+        order = sorted(requests, key=lambda request: request.admission)
+        return all(self.placement.reserve(each, self._wanted_rows(each)) is None for each in order)
+
+    def care_at(self, request: R) -> int:
+        """The tokens from which on a request of a single rank needs care: a page is full, or room for a tree is short.
+
+        Before, `end_step` need not hear of it.
+        """
+        limits, num_computed = self.limits, request.num_computed_tokens[0]
+        full = (num_computed // limits.page_size + 1) * limits.page_size + 1  # its last token is not computed
+        return min(full, self.placement.room(request) - limits.num_ahead + 1)
 
     def _turn(self, request: R) -> tuple[bool, int]:
         """The sort key of requests whose prompts are to be filled."""
@@ -236,18 +265,24 @@ class Scheduler(Generic[R]):
         length = len(request.tokens) + limits.num_ahead
         return [min(length, computed + most) for computed in request.num_computed_tokens]
 
-    def end_step(self) -> None:
-        self.placement.register()
+    def end_step(self, woken: Sequence[R] | None = None) -> None:
+        """Let requests share what the step has computed: those that are `woken` (`care_at`), by default all."""
+        self._woken = woken
+        self.placement.register(self.running if woken is None else woken)
 
     def finish(self, request: R, keep: bool = True) -> None:
         """Take its pages from a running request; with `keep`, its tokens and K/V stay in the prefix cache."""
         self.waiting.shares.end(request)
         self.placement.remove(request, keep)
+        if self._steady is not None and self._woken is not None:
+            self._steady = Schedule([*self.running], [])
+            self._woken = [each for each in self._woken if each is not request]
 
     def begin_anew(self, requests: Sequence[R]) -> None:
         """Forget what runs, what waits and all pages; `requests` wait, in the order of their arrival."""
         shares, num_arrivals = self.waiting.shares, self.waiting.num_arrivals
         self.placement, self.waiting, self._filled_last = Placement(self.limits), Waiting(), False
+        self._steady = None
         self.waiting.shares, self.waiting.num_arrivals = shares, num_arrivals
         for request in requests:
             self.waiting.add(request)
@@ -257,7 +292,7 @@ class Scheduler(Generic[R]):
 
         Returns the requests whose home ranks are all lost, which wait again.
         """
-        self._filled_last = False
+        self._filled_last, self._steady = False, None
         lost = self.placement.regroup(kept)
         self.waiting.put_back(lost)
         return lost

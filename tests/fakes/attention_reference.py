@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -51,6 +52,17 @@ def tree_attention(
     An entry attends to the committed tokens, its ancestors and itself, by `rules` (Rules); the other rows of the cache
     are not read. Padding entries return 0.
     """
+    if mask.starts is not None:  # each packed sequence by itself
+        assert pages is not None and mask.slots is not None
+        parts = []
+        for index, (begin, end) in enumerate(itertools.pairwise(mask.starts.tolist())):
+            if begin == end:
+                continue
+            tables = pages._replace(table=pages.table[mask.slots[index]][None])
+            of_one = mask.num_cached[index : index + 1], mask.num_entries[index : index + 1]
+            one = TreeMask(mask.bits[:, begin:end], *of_one, mask.positions[:, begin:end])
+            parts.append(tree_attention(query[:, :, begin:end], key, value, one, tables, **rules))
+        return torch.cat(parts, 2)
     sinks, window, chunk, softcap, scale = Rules(**rules)
     key, value = dense(key, pages), dense(value, pages)
     num_kv = key.shape[2]

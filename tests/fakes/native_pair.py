@@ -291,7 +291,15 @@ def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int
     size = batch * longest * (3 + 2 * -(-longest // 64)) + 2 * batch
     tables = np.random.default_rng(batch).permutation(batch * 400).astype(np.int32).reshape(batch, 400)
     core.place_rows(words, batch, longest, tables, 16, 99999, num_cached, rows)
-    return words[: size + 1].tolist()
+    slots, kept = (
+        np.random.default_rng(batch).permutation(batch)[: len(rows)].tolist(),
+        [index % (row.shape[1] + 1) for index, row in enumerate(rows)],
+    )
+    one, count = np.full(200_000, 7, np.int32), 5 + sum(row.shape[1] for row in rows)
+    core.place_packed(one, batch, count, 3 + sum(kept), tables, 16, 99999, slots, num_cached, kept, rows)
+    size_of_one = count * (3 + 2 * max(2, -(-count // 64))) + 3 + sum(kept) + 4 * batch + 1
+    assert one[size_of_one] == 7
+    return [*words[: size + 1].tolist(), *one[:size_of_one].tolist()]
 
 
 def draft_along(core: Any, seed: int, capacity: int, vocabulary: int) -> list[Any]:

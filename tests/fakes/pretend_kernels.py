@@ -50,13 +50,15 @@ def _launch(
     gpu = current_gpu()
     pages = rules.pop("pages", None)
     given = query, key, value, mask.bits, mask.num_cached, mask.num_entries, mask.positions, rules.get("sinks")
-    for each in (*given, None if pages is None else pages.table):
+    for each in (*given, mask.starts, mask.slots, None if pages is None else pages.table):
         if each is not None and not isinstance(each, OnGpu):
             raise PretendError(f"the kernel was given a CPU tensor {tuple(each.shape)}")
     batch, num_heads, length, _ = query.shape
     out = query.new_empty(batch, length, num_heads, value.shape[3])
     tables = None if pages is None else pages._replace(table=held(pages.table))
-    parts = TreeMask(held(mask.bits), held(mask.num_cached), held(mask.num_entries), held(mask.positions))
+    of_packed = held(mask.starts), held(mask.slots)
+    of_all = held(mask.bits), held(mask.num_cached), held(mask.num_entries), held(mask.positions)
+    parts = TreeMask(*of_all, *of_packed)
 
     def run() -> None:
         found = specification(

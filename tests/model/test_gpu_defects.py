@@ -24,11 +24,12 @@ from lpr.engine.exchange import Exchange
 from lpr.model import loader
 from lpr.model.attention import dense, triton_kernels
 from lpr.model.graph_capture import Capturer, uncapturable
-from lpr.model.graph_inputs import WIDE_KV, StaticShape, static_shape
+from lpr.model.graph_inputs import PACKED_BUCKETS, WIDE_KV, StaticShape, static_shape
 from lpr.model.graphs import MAX_GRAPHS, MOST_COMMON, GraphForward
 from lpr.model.input_builder import Row, build_inputs
 from lpr.model.kernels import attention_kernel
 from lpr.model.kv_cache import KVCache
+from lpr.model.reserve import Steps
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
@@ -137,7 +138,7 @@ def test_a_start_captures_no_more_graphs_than_are_kept(most: int, fits: bool, mo
     monkeypatch.setattr(lpr.model.graphs, "MOST_COMMON", most)
     runner = TreeModel(tiny_model(max_position_embeddings=1 << 17), attention="triton")
     runner.capturer = FakeCapturer()
-    runner.adapter.reads_tables = True
+    runner.adapter.reads_tables, runner.adapter.packed = True, False
     in_parts: Any = SimpleNamespace(install=lambda wanted: None)
     parts = runner.adapter, Sampler(in_parts), KVCache(128, 1 << 17, 64)
     graphs = GraphForward(*parts, capturer=runner.capturer, model=runner.adapter)
@@ -146,6 +147,27 @@ def test_a_start_captures_no_more_graphs_than_are_kept(most: int, fits: bool, mo
     assert (len(set(shapes)) <= MAX_GRAPHS - 64) == fits
     small = [shape for shape in shapes if shape.batch * shape.num_entries <= 512]
     assert {shape.batch for shape in small} == {1, 2, 4, 8, 16, 32, 64, 128}, "small steps of all batches are there"
+
+
+@pytest.mark.parametrize("slots", [1, 16, 128])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_packed_steps_of_all_sizes_are_captured_at_the_start(slots: int, is_split: bool) -> None:
+    """Up to 2,048 entries, of one sequence and of all, greedy and sampled: no more than are kept."""
+    runner = TreeModel(tiny_model(max_position_embeddings=1 << 17), attention="triton")
+    in_parts: Any = SimpleNamespace(install=lambda wanted: None) if is_split else None
+    parts = runner.adapter, Sampler(in_parts), KVCache(slots, 1 << 17, 64)
+    graphs = GraphForward(*parts, capturer=FakeCapturer(), model=runner.adapter)
+    graphs.limit(64)
+    shapes = graphs.common_shapes(8)
+    assert len(set(shapes)) == len(shapes) <= MAX_GRAPHS - 64 and all(shape.num_kept for shape in shapes)
+    for is_sampled in (False, True):
+        wanted = [each for each in shapes if each.num_entries >= 256 or (each.num_keys > 0) == is_sampled]
+        found = {shape.num_entries for shape in wanted}
+        assert found >= set(PACKED_BUCKETS if not is_split else PACKED_BUCKETS[:12])
+    assert {shape.batch for shape in shapes} == {min(each, slots) for each in (1, 4, 16, 64, 256)}
+    told = Steps(batch=slots, num_ahead=64, prompt=1, packed=True)
+    assert max(shape.num_entries for shape in shapes) <= told.num_entries
+    assert max(shape.num_kept for shape in shapes) <= told.num_results
 
 
 @pytest.mark.parametrize("most, is_few", [(8, True), (64, False)])

@@ -21,6 +21,7 @@ from lpr.model import loader
 from lpr.model.fused import decoder_layer
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import CudaCapturer
+from lpr.model.graphs import GraphForward
 from lpr.model.kv_cache import KVCache
 from lpr.model.rewrite.merged_linear import PackedLinear
 from lpr.model.sampling.choice import gpu_pick
@@ -115,6 +116,31 @@ def test_kernel_and_graphs(gpu: PretendGpu, model: PreTrainedModel, expected: di
     graphs = engine.model.graphs
     assert graphs is not None and gpu.num_captures == len(graphs.common_shapes(DECODE.num_candidates)) < 100
     assert gpu.num_captures == engine.model.num_captures, "nothing was captured after the start"
+
+
+def test_prompts_and_trees_are_one_captured_step(
+    gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries are padded to a bucket of their sum, whatever the longest row has, and nothing is evaluated directly."""
+    steps: list[tuple[int, int, bool]] = []
+    evaluate = GraphForward.evaluate
+
+    def noted(self: GraphForward, rows: Any, *how: Any) -> Any:
+        before = self.num_computed
+        found = evaluate(self, rows, *how)
+        chunks = {row.num_results > 0 for row in rows}
+        steps.append((sum(row.num_entries for row in rows), self.num_computed - before, len(chunks) == 2))
+        return found
+
+    monkeypatch.setattr(GraphForward, "evaluate", noted)
+    decode = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=4, prefill_chunk=32)
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=decode, swap_space=0)
+    captured = gpu.num_captures
+    assert ids(engine, MIXED) == expected["mixed"]
+    assert gpu.num_captures == captured and engine.model.graph_reason is None
+    assert any(is_mixed for _, _, is_mixed in steps), "a piece of a prompt beside trees"
+    assert all(wanted <= computed <= max(8, 2 * wanted) for wanted, computed, _ in steps)
+    assert sum(computed for _, computed, _ in steps) <= 1.3 * sum(wanted for wanted, _, _ in steps)
 
 
 @pytest.mark.parametrize("options", [{"graphs": False}, {"attention": "sdpa"}], ids=str)

@@ -402,6 +402,51 @@ def test_mutants(monkeypatch: pytest.MonkeyPatch, fault) -> None:  # type: ignor
             run_randomly(seed, 3, True, True)
 
 
+def steps_on_one_rank(seed: int, is_lazy: bool) -> list[Any]:
+    """What each step does and which pages each request has; with `is_lazy` only those that need care are looked at."""
+    dice, seen, made = random.Random(seed), list[Any](), list[Fake]()
+    limits = Limits[Fake](4, 1, 8, 4, True, num_pages=40, page_size=SIZE, num_ahead=AHEAD)
+    scheduler, care = Scheduler(limits), dict[int, int]()
+    for _ in range(120):
+        if dice.random() < 0.2:
+            tokens = [dice.randrange(2) for _ in range(dice.randint(1, 20))]
+            made.append(Fake(tokens=tokens, arrived=float(len(made)), num_computed_tokens=[0]))
+            scheduler.add(made[-1])
+        while (admitted := scheduler.admit()) is not None:
+            admitted[0].num_computed_tokens = list(admitted[1])
+        schedule = scheduler.schedule()
+        care |= {id(each): scheduler.care_at(each) for each in scheduler.looked_at}
+        tables = [scheduler.placement.tables(each) for each in scheduler.running]
+        what = [made.index(each) for each in schedule.decoding], [(made.index(each), n) for each, n in schedule.filling]
+        seen.append((what, tables, scheduler.take_moves(), [made.index(each) for each in schedule.preempted]))
+        is_whole = len(schedule.decoding) == len(scheduler.running)
+        for request, counts in schedule.filling:
+            request.num_computed_tokens = [request.num_computed_tokens[0] + counts[0]]
+        for request in schedule.decoding:
+            request.tokens += [dice.randrange(2) for _ in range(dice.randint(1, AHEAD))]
+            request.num_computed_tokens = [len(request.tokens) - 1]
+        ended = [each for each in schedule.decoding if dice.random() < 0.04]
+        woken = [each for each in schedule.decoding if each in ended or len(each.tokens) >= care[id(each)]]
+        scheduler.end_step(woken if is_lazy and is_whole else None)
+        for request in ended:
+            scheduler.finish(request)
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_last_schedule_stays_while_nothing_changes(seed: int) -> None:
+    """Steps, pages, shared prefixes and preemptions are those of a scheduler that looks at all requests."""
+    expected = steps_on_one_rank(seed, False)
+    assert any(preempted for *_, preempted in expected)
+    assert steps_on_one_rank(seed, True) == expected
+
+
+def test_requests_that_get_no_care_run_out_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "care_at", lambda *_: 1 << 30)
+    with pytest.raises(IndexError):
+        steps_on_one_rank(1, True)
+
+
 def test_nobody_waits_for_ever() -> None:
     """A request of low priority is overtaken by urgent ones for a bounded time."""
     scheduler: Scheduler[Fake] = Scheduler(limits(1, 8, most_homes=ALL))

@@ -64,43 +64,74 @@ def _rows_of(table_at, column, held, PAGE: tl.constexpr):
     return page * PAGE + column % PAGE
 
 
+@triton.jit
+def _sequence_of(starts_at, block, num_sequences, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence of packed inputs that a block of query rows belongs to: each begins with a block of its own."""
+    low, high = 0, num_sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts_at + middle) * GROUP // BLOCK_M + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
 @jit(
-    ("num_tokens", "num_words", "num_q_blocks", "num_splits", "table_b"),
-    ("table_at", "bits_at", "cached_at", "entries_at", "positions_at"),
+    ("num_tokens", "num_words", "num_q_blocks", "num_splits", "num_sequences", "num_entries", "table_b"),
+    ("table_at", "bits_at", "cached_at", "entries_at", "positions_at", "starts_at", "slots_at"),
 )
 def attend(
-    query_at, key_at, value_at, table_at, bits_at, cached_at, entries_at, positions_at, sinks_at, out_at,
-    part_acc_at, part_top_at, part_total_at,
-    scale, softcap, window, chunk, num_tokens, num_words, num_q_blocks, num_splits,
+    query_at, key_at, value_at, table_at, bits_at, cached_at, entries_at, positions_at, starts_at, slots_at, sinks_at,
+    out_at, part_acc_at, part_top_at, part_total_at,
+    scale, softcap, window, chunk, num_tokens, num_words, num_q_blocks, num_splits, num_sequences, num_entries,
     query_b, query_h, query_t, key_b, key_h, key_n, value_b, value_h, value_n, table_b,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     IS_SPLIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
-    HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr, PAGE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr, PAGE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The share `split` of the keys for one block of query rows of one K/V head."""
+    """The share `split` of the keys for one block of query rows of one K/V head.
+
+    `num_entries` is that of all sequences together. The entries of one lie side by side, behind its padding.
+    """
     q_block = tl.program_id(0) % num_q_blocks
     split = tl.program_id(0) // num_q_blocks
     head = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
+    if PACKED:
+        batch = _sequence_of(starts_at, q_block, num_sequences, GROUP, BLOCK_M).to(tl.int64)
+        begin_at = tl.load(starts_at + batch)
+        width = tl.load(starts_at + batch + 1) - begin_at
+        q_block = q_block - (begin_at * GROUP // BLOCK_M + batch).to(tl.int32)
+        if q_block * BLOCK_M >= width * GROUP:
+            return
+        base = begin_at.to(tl.int64)
+        query_at += base * query_t
+        table_at += tl.load(slots_at + batch).to(tl.int64) * table_b
+    else:
+        batch = tl.program_id(2).to(tl.int64)
+        width = num_tokens
+        base = batch * num_tokens
+        query_at += batch * query_b
+        table_at += batch * table_b
     num_cached = tl.load(cached_at + batch)
-    start = num_tokens - tl.load(entries_at + batch)  # entries before it are padding
+    start = width - tl.load(entries_at + batch)  # entries before it are padding
 
     # The query rows: row r is head r % GROUP of the group, of token r // GROUP.
     rows = q_block * BLOCK_M + tl.arange(0, BLOCK_M)
     token = rows // GROUP
-    real = (token < num_tokens) & (token >= start)
+    real = (token < width) & (token >= start)
     q_head = head * GROUP + rows % GROUP
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     query = tl.load(
-        (query_at + batch * query_b) + (q_head * query_h + token * query_t)[:, None] + dims[None, :],
+        query_at + (q_head * query_h + token * query_t)[:, None] + dims[None, :],
         mask=real[:, None] & (dims < D)[None, :],
         other=0.0,
     )
     if UPCAST:
         query = query.to(tl.float32)
-    positions_at += batch * num_tokens
+    positions_at += base
     lowest = tl.zeros([BLOCK_M], tl.int32)  # the first position that a row may see
     if HAS_WINDOW or HAS_CHUNK:
         position = tl.load(positions_at + token, mask=real, other=0).to(tl.int32)
@@ -110,7 +141,7 @@ def attend(
             lowest = tl.maximum(lowest, position - position % chunk)
 
     # The key blocks: committed ones, then the tree's. No entry sees a later one, so the tree ends with the last row.
-    last_token = tl.minimum((q_block * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
+    last_token = tl.minimum((q_block * BLOCK_M + BLOCK_M - 1) // GROUP, width - 1)
     num_seen = tl.maximum(last_token - start + 1, 0)
     num_committed = tl.cdiv(num_cached, BLOCK_N)
     first = tl.minimum(tl.min(tl.where(real, lowest, 2147483647)) // BLOCK_N, num_committed)
@@ -125,7 +156,6 @@ def attend(
     lane = tl.arange(0, BLOCK_N)
     key_at += batch * key_b + head * key_h
     value_at += batch * value_b + head * value_h
-    table_at += batch * table_b
     for block in range(begin, tl.minimum(end, num_committed)):
         column = block * BLOCK_N
         held = column + lane < num_cached
@@ -138,7 +168,7 @@ def attend(
             value_at + (row * value_n)[:, None] + dims_v[None, :], held, visible, acc, top, total,
             scale, softcap, D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP, UPCAST,
         )  # fmt: skip
-    bits_at += (batch * num_tokens + token) * num_words
+    bits_at += (base + token) * num_words
     for block in range(tl.maximum(begin, num_committed), end):
         entry = (block - num_committed) * BLOCK_N  # BLOCK_N divides 64: one word holds the whole block
         held = entry + lane < num_seen
@@ -154,7 +184,7 @@ def attend(
             scale, softcap, D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP, UPCAST,
         )  # fmt: skip
 
-    in_range = token < num_tokens
+    in_range = token < width
     if not IS_SPLIT:
         if HAS_SINKS:
             sink = tl.load(sinks_at + q_head).to(tl.float32) * LOG2E
@@ -162,32 +192,31 @@ def attend(
             acc = acc * tl.exp2(top - highest)[:, None]
             total = total * tl.exp2(top - highest) + tl.exp2(sink - highest)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # padding has no key: 0
-        out_row = (batch * num_tokens + token) * (NUM_KV_HEADS * GROUP) + q_head
+        out_row = (base + token) * (NUM_KV_HEADS * GROUP) + q_head
         tl.store(
             out_at + out_row[:, None] * DV + dims_v[None, :],
             acc.to(out_at.dtype.element_ty),
             mask=in_range[:, None] & (dims_v < DV)[None, :],
         )
     else:
-        part = ((batch * NUM_KV_HEADS + head) * (num_tokens * GROUP) + rows) * num_splits + split
+        part = (head.to(tl.int64) * (num_entries * GROUP) + base * GROUP + rows) * num_splits + split
         tl.store(part_top_at + part, top, mask=in_range)
         tl.store(part_total_at + part, total, mask=in_range)
         seen = in_range & (total > 0)  # `combine` does not read the others
         tl.store(part_acc_at + part[:, None] * DV + dims_v[None, :], acc, mask=seen[:, None] & (dims_v < DV)[None, :])
 
 
-@jit(("num_tokens",))
+@jit(("num_entries",))
 def combine(
-    part_acc_at, part_top_at, part_total_at, sinks_at, out_at, num_tokens,
+    part_acc_at, part_top_at, part_total_at, sinks_at, out_at, num_entries,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The softmax over all keys from those over each split, for one query row."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
     q_head = head * GROUP + row % GROUP
-    part = ((batch * NUM_KV_HEADS + head) * (num_tokens * GROUP) + row) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    part = (head.to(tl.int64) * (num_entries * GROUP) + row) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
     dims_v = tl.arange(0, BLOCK_DV)
     top = tl.load(part_top_at + part)
     total = tl.load(part_total_at + part)
@@ -205,5 +234,5 @@ def combine(
     if HAS_SINKS:
         whole += tl.exp2(sink - highest)
     result = tl.sum(acc * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    out_row = (batch * num_tokens + row // GROUP) * (NUM_KV_HEADS * GROUP) + q_head
+    out_row = row // GROUP * (NUM_KV_HEADS * GROUP) + q_head
     tl.store(out_at + out_row * DV + dims_v, result.to(out_at.dtype.element_ty), mask=dims_v < DV)

@@ -131,6 +131,7 @@ def tree_attention(
 ) -> Tensor:
     """Attention of `query` [B, Hq, T, D] over `key`, `value` [B, Hk, KV, D(v)] by Rules; returns [B, Hq, T, Dv].
 
+    With a packed mask (`TreeMask.starts`) B is 1, and `pages` has the tables of all slots.
     An entry attends to the committed tokens, its ancestors and itself; the other rows of the cache are not read.
     Padding entries return 0. The result's transposition to [B, T, Hq, Dv] is contiguous. K and V may be strided views
     of a cache. Raises InputError for head dimensions above 256 and other dtypes than float32, bfloat16 and float16.
@@ -138,7 +139,7 @@ def tree_attention(
     pages = pages or Pages.none(key, mask)
     if tiles is not None or not torch.compiler.is_compiling():  # only a compiler needs an operator
         return _launch(query, key, value, mask, pages, Rules(**rules), tiles).transpose(1, 2)
-    parts = mask.bits, mask.num_cached, mask.num_entries, mask.positions
+    parts = mask.bits, mask.num_cached, mask.num_entries, mask.positions, mask.starts, mask.slots
     return _operator(query, key, value, *parts, pages.table, pages.size, *Rules(**rules)).transpose(1, 2)
 
 
@@ -151,6 +152,8 @@ def _operator(
     num_cached: Tensor,
     num_entries: Tensor,
     positions: Tensor,
+    starts: Tensor | None,
+    slots: Tensor | None,
     table: Tensor,
     page_size: int,
     sinks: Tensor | None,
@@ -164,7 +167,7 @@ def _operator(
     How far the keys reach is in the table's shape: a compiler would make a form of the forward for each value of a
     number.
     """
-    mask = TreeMask(bits, num_cached, num_entries, positions)
+    mask = TreeMask(bits, num_cached, num_entries, positions, starts, slots)
     rules = Rules(sinks, window, chunk, softcap, scale)
     num_kv = table.shape[1] * page_size if page_size else key.shape[2]
     return _launch(query, key, value, mask, Pages(table, page_size, num_kv), rules)
@@ -183,34 +186,38 @@ def _launch(
     batch, num_heads, num_tokens, dim = query.shape
     num_kv_heads, dim_v = key.shape[1], value.shape[3]
     group = num_heads // num_kv_heads
-    num_rows = group * num_tokens
+    is_packed, num_sequences = mask.starts is not None, len(mask.num_cached)
+    num_rows = group * (-(-num_tokens // num_sequences) if is_packed else num_tokens)  # of a sequence, about
     if tiles is None:
-        processors = _num_processors(query.device)
-        tiles = choose_tiles(num_rows, max(dim, dim_v), query.dtype, batch * num_kv_heads, pages.num_kv, processors)
-    splits = tiles.num_splits
-    num_q_blocks = -(-num_rows // tiles.block_m)
+        processors, groups = _num_processors(query.device), num_sequences * num_kv_heads
+        tiles = choose_tiles(num_rows, max(dim, dim_v), query.dtype, groups, pages.num_kv, processors)
+    splits, num_rows = tiles.num_splits, group * batch * num_tokens
+    num_q_blocks = -(-group * num_tokens // tiles.block_m)
+    if is_packed:  # each sequence may begin within a block
+        num_q_blocks = num_rows // tiles.block_m + num_sequences
     block_dv = max(16, triton.next_power_of_2(dim_v))
     out = query.new_empty(batch, num_tokens, num_heads, dim_v)
     sinks = rules.sinks if rules.sinks is not None else out  # not read without HAS_SINKS
     parts = [out, out, out]  # not touched by a single split
     if splits > 1:
-        shape = (batch, num_kv_heads, num_rows, splits)
+        shape = (num_kv_heads, num_rows, splits)
         parts = [torch.empty(size, dtype=torch.float32, device=out.device) for size in ((*shape, dim_v), shape, shape)]
+    starts, slots = (mask.num_cached if each is None else each for each in (mask.starts, mask.slots))
     with device_of(query):
         attend[(num_q_blocks * splits, num_kv_heads, batch)](
             query, key, value, pages.table, mask.bits.contiguous(), mask.num_cached, mask.num_entries,
-            mask.positions.contiguous(), sinks, out, *parts, *rules.numbers(dim),
-            num_tokens, mask.bits.shape[2], num_q_blocks, splits,
+            mask.positions.contiguous(), starts, slots, sinks, out, *parts, *rules.numbers(dim),
+            num_tokens, mask.bits.shape[2], num_q_blocks, splits, num_sequences, batch * num_tokens,
             *query.stride()[:3], *pages.strides(key), *pages.strides(value), pages.table.stride(0),
             NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, IS_SPLIT=splits > 1,
             **rules.flags(), HAS_SINKS=rules.sinks is not None, UPCAST=interpreted() and query.dtype == torch.bfloat16,
-            PAGE=pages.size, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            PAGE=pages.size, PACKED=is_packed, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         if splits > 1:
-            combine[(num_rows, num_kv_heads, batch)](
-                *parts, sinks, out, num_tokens, NUM_KV_HEADS=num_kv_heads, GROUP=group, DV=dim_v, BLOCK_DV=block_dv,
-                NUM_SPLITS=splits, HAS_SINKS=rules.sinks is not None, num_warps=4,
+            combine[(num_rows, num_kv_heads)](
+                *parts, sinks, out, batch * num_tokens, NUM_KV_HEADS=num_kv_heads, GROUP=group, DV=dim_v,
+                BLOCK_DV=block_dv, NUM_SPLITS=splits, HAS_SINKS=rules.sinks is not None, num_warps=4,
             )  # fmt: skip
     return out
 

@@ -144,6 +144,42 @@ def check_against_reference(version: Callable[..., torch.Tensor], case: Case, **
     assert ((actual - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()
 
 
+def packed(case: Case, padding: int) -> tuple[torch.Tensor, TreeMask, list[int]]:
+    """Query and mask of the same sequences one after the other, in slots of another order, and where they were."""
+    counts, (_, _, length, _) = [len(each) for each in case.parents], case.query.shape
+    places = [row * length + length - count + i for row, count in enumerate(counts) for i in range(count)]
+    width = padding + len(places)
+    starts = [0, *(padding + sum(counts[: row + 1]) for row in range(len(counts)))]
+    index = torch.tensor([0] * padding + places, device=DEVICE)
+
+    def flat(states: torch.Tensor) -> torch.Tensor:
+        return states.flatten(0, 1)[index][None]
+
+    query = flat(case.query.transpose(1, 2)).transpose(1, 2)
+    numbers = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (starts, range(len(counts))[::-1])]
+    mask = case.mask
+    bits = torch.nn.functional.pad(flat(mask.bits), (0, -(-width // 64) - mask.bits.shape[2]))
+    return query, TreeMask(bits, mask.num_cached, mask.num_entries, flat(mask.positions), *numbers), places
+
+
+def check_packed(
+    version: Callable[..., torch.Tensor], case: Case, padding: int, tiles: Any = None, **rules: Any
+) -> None:
+    """Packed sequences have what they have in rows of their own, and padding has zeros."""
+    expected = attention_reference.tree_attention(*clean(case), case.mask, **rules).float()
+    key, value, pages = attention_reference.in_pages(case.key, case.value, 16)
+    query, mask, places = packed(case, padding)
+    pages = pages._replace(table=pages.table.flip(0).contiguous())
+    for each in (version, attention_reference.tree_attention):
+        more = {"tiles": tiles} if each is version else {}
+        states = (key, value) if each is version else (key.nan_to_num(), value.nan_to_num())
+        found = each(query, *states, mask, pages, **rules, **more).float().transpose(1, 2)[0]
+        wanted = expected.transpose(1, 2).flatten(0, 1)[places]
+        tolerance = 1e-5 if case.query.dtype == torch.float32 else 1e-2
+        assert not found[:padding].any() and bool(found.isfinite().all())
+        assert ((found[padding:] - wanted).abs() <= tolerance * wanted.abs().clamp(min=1)).all()
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -179,6 +215,8 @@ def test_the_kernel_equals_the_reference(drawn: tuple[Case, dict[str, Any]], blo
     case, rules = drawn
     tiles = None if blocks is None else Tiles(*blocks, num_warps=4, num_stages=1)
     check_against_reference(attention_kernel.tree_attention, case, tiles=tiles, **rules)
+    if any(case.parents):
+        check_packed(attention_kernel.tree_attention, case, len(case.parents[0]) % 5, tiles, **rules)
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -205,6 +243,7 @@ def test_trees_of_several_words_in_a_ragged_batch(dtype: torch.dtype, rules: str
     # Of 128 rows as `choose_tiles` has them: with 4 warps and 1 stage Triton 3.6 made wrong code for an H200.
     tiles = Tiles(128, 64, num_splits, num_warps=8, num_stages=1 if dtype == torch.float32 else 2)
     check_against_reference(attention_kernel.tree_attention, case, tiles=tiles, **RULES[rules])
+    check_packed(attention_kernel.tree_attention, case, 23, tiles, **RULES[rules])
 
 
 @needs_triton
