@@ -61,8 +61,10 @@ class Steps:
         self._engine, self._script = engine, script
         self._model: Any = engine.model
         self._evaluate, self._fill = self._model.evaluate, self._model.fill
-        self._model.evaluate = self.evaluate
-        self._model.fill = lambda rows: self._timed(partial(self._fill, rows), rows, Selection.build([]), 0)
+        vars(self._model).update(evaluate=self.evaluate, fill=self.fill)
+
+    def fill(self, rows: Sequence[Row]) -> Any:
+        return self._timed(partial(self._fill, rows), rows, Selection.build([]), 0)
 
     def evaluate(self, rows: Sequence[Row], *how: Any) -> torch.Tensor:
         results = self._timed(partial(self._evaluate, rows, *how), rows, *how)

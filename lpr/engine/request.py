@@ -290,7 +290,7 @@ class Request:
             raise RuntimeError(f"an exception has left the output of request {self.id!r} in part")
         self._is_changing = True
 
-    def _emit(self, outcome: Outcome, tokens: Sequence[int]) -> None:
+    def _emit(self, outcome: Outcome, tokens: list[int]) -> None:
         """Add the tokens of a step, and of those before it, up to the end of the request; later ones are dropped."""
         path = outcome.concluded.path
         taken, self.finish_reason = self.text_stream.extend(tokens)
