@@ -20,10 +20,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
+from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.core.suffix_index import END
 from lpr.dist.comm import Comm, agree, is_driver
-from lpr.engine.commands import Compile, Configure, Costs, Drain, Learn
+from lpr.engine.adapters import named_folders
+from lpr.engine.commands import Compile, Configure, Costs, Drain, Learn, LoadAdapter, UnloadAdapter
 from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
 from lpr.engine.options import EngineOptions
@@ -82,6 +84,7 @@ class Engine:
         if membership is not None and membership.is_newcomer and (state := membership.await_welcome()) is not None:
             self.replica.resume(state)
             return
+        self._load_at_start()
         if self.replica.start_times.given is not None:
             self.driver.post(Costs(self.replica.start_times.given.to_json(), given=True))
         self.driver.post_and_wait(Configure(decode))
@@ -137,12 +140,14 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         logits_processors: Sequence[Processor] = (),
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt; completions come in the order of `prompts`.
 
-        `params` is one for all or one per prompt; `logits_processors` are applied to every request (`submit` takes them
-        per request). Raises InputError before any work if a prompt cannot be completed. A request that fails later
-        has `finish_reason` "error" and the cause in `error`; the others are completed.
+        `params` and `adapter` are one for all or one per prompt; `logits_processors` are applied to every request
+        (`submit` takes them per request). Raises InputError before any work if a prompt cannot be completed. A request
+        that fails later has `finish_reason` "error" and the cause in `error`; the others are completed.
         """
         if isinstance(prompts, str):
             raise InputError("generate takes a list of prompts; put a single one in brackets")
@@ -150,9 +155,15 @@ class Engine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InputError(f"{len(prompts)} prompts came with {len(params)} SamplingParams")
+        adapters = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter
+        if len(adapters) != len(prompts):
+            raise InputError(f"{len(prompts)} prompts came with {len(adapters)} adapters")
         self.turns.refuse_within("generate")
         with self.turns:
-            requests = [self._make(*each, logits_processors) for each in zip(prompts, params, strict=True)]
+            requests = [
+                self._make(prompt, each, logits_processors, adapter=self.replica.adapters.resolve(named))
+                for prompt, each, named in zip(prompts, params, adapters, strict=True)
+            ]
         try:
             with self.turns:
                 for request in requests:
@@ -164,13 +175,18 @@ class Engine:
         return [request.completion() for request in requests]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, logits_processors: Sequence[Processor] = ()
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        logits_processors: Sequence[Processor] = (),
+        *,
+        adapter: str | None = None,
     ) -> Iterator[Chunk]:
         """Complete one prompt, yielding text and ids as each step commits them.
 
         Streams can be read in turn: each has its own queue, and a step advances all of them.
         """
-        request = self.submit(prompt, params, logits_processors)
+        request = self.submit(prompt, params, logits_processors, adapter=adapter)
         try:
             while request.finish_reason is None or request.chunks:  # in this order: another thread may end it between
                 if not request.chunks:
@@ -197,6 +213,7 @@ class Engine:
         weight: float = 1.0,
         prediction: Prompt | None = None,
         predicted: tuple[int, int] = (0, 0),
+        adapter: str | None = None,
     ) -> Request:
         """Queue a request; `step` advances it. Raises InputError for a prompt that cannot be completed.
 
@@ -209,13 +226,17 @@ class Engine:
         now. Requests wait in the order of arrival, shifted by `priority` (see lpr.sched.queue); those of different
         `share` get slots in proportion to their `weight` (see lpr.sched.fair_shares). `prediction` is a text, or ids,
         that the output is likely to repeat in large part: it is drafted from, and never changes the output. `predicted`
-        are the counts of an earlier run (see lpr.protocol.Submit).
+        are the counts of an earlier run (see lpr.protocol.Submit). `adapter` names a loaded adapter (`load_adapter`);
+        drafts and K/V are shared among requests with the same one only.
         """
         params = params if params is not None else SamplingParams()
         if not 0 < weight < math.inf:
             raise InputError(f"weight={weight!r} must be a number above 0")
+        if tenant.startswith("\0"):  # as those of requests with adapters do
+            raise InputError("a tenant does not begin with a zero character")
         fields = {"priority": priority, "tenant": tenant, "learns": learns, "details": details}
         known = encode_prediction(prediction, self.tokenizer, self.model.vocab_size, self.max_length)
+        fields["adapter"] = self.replica.adapters.resolve(adapter)
         fields |= {"share": share, "weight": weight, "prediction": known, "predicted": predicted}
         request = self._make(prompt, params, logits_processors, id, delivered, arrived, **fields)
         self.driver.submit(request)
@@ -289,6 +310,7 @@ class Engine:
         while not self.is_stopped:
             self.step()
         self.replica.start_times.keep(self.step_times)
+        self.replica.adapters.close()
         self.model.release()
 
     @in_turn
@@ -328,6 +350,52 @@ class Engine:
         """
         check_history(history, self.model.vocab_size)
         self.driver.post(Learn(history.tobytes(), tenant=tenant, read_to=read_to))
+
+    @in_turn
+    def load_adapter(self, name: str, folder: str | Path) -> Future[None]:
+        """Load a LoRA adapter in PEFT's format on all ranks, for requests that name it; it replaces one of that name.
+
+        With one rank it is loaded when this returns. With several ranks all read the folder after the running step,
+        and the result says when they have, or raises InputError if one could not. Raises InputError for a folder that
+        cannot be read, with one rank for any failure.
+        """
+        adapters, command = self.replica.adapters, None
+        if is_driver(self.comm):
+            command = adapters.command(name, folder)
+        return self._post_for(name, command)
+
+    @in_turn
+    def unload_adapter(self, name: str) -> Future[None]:
+        """Take no further requests for an adapter; its weights go with its last request. As `load_adapter`."""
+        return self._post_for(name, UnloadAdapter(name))
+
+    def _post_for(self, name: str, command: LoadAdapter | UnloadAdapter | None) -> Future[None]:
+        self.replica.check_open()
+        done = self.replica.adapters.expect(name)
+        if command is not None:
+            self.driver.post(command)
+        if done.done():
+            done.result()
+        return done
+
+    def _load_at_start(self) -> None:
+        """Load the adapters of the options; raises the same InputError on all ranks."""
+        commands, failure, adapters = list[LoadAdapter](), None, self.replica.adapters
+        try:
+            for name, folder in named_folders(self.options.lora_modules).items():
+                commands.append(adapters.command(name, folder))
+        except InputError as error:
+            failure = str(error)
+        agree(self.comm, failure, {"set of adapters": digest_of(repr([(each.name, each.digest) for each in commands]))})
+        for command in commands:
+            loaded = adapters.expect(command.name)
+            self.driver.post_and_wait(command)
+            loaded.result(0)
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The folders of the loaded adapters, by name."""
+        return MappingProxyType({name: each.path for name, each in self.replica.adapters.names.items()})
 
     @in_turn
     def compile(self, grammar: str) -> Future[Any] | None:

@@ -41,6 +41,11 @@ class EngineOptions:
     costs: Path | StepTimes | None = None
     """JSON table of step times that decide tree sizes, instead of measured ones: makes the steps of a run repeatable.
     Rank 0 reads it for all."""
+    lora_modules: tuple[str, ...] = ()
+    """LoRA adapters to load at start, each as NAME=FOLDER or as vLLM's JSON object of "name" and "path"; folders are
+    PEFT's."""
+    enable_lora: bool = False
+    """Prepare for adapters that are loaded later, without any at start: steps are not compiled then."""
     exact: bool = False
     """Give the same logits, bit for bit, for every shape of a step, in half precision too: a fifth to two fifths slower
     on a CPU. A model that cannot is refused."""

@@ -68,8 +68,8 @@ class RequestTable:
             if command.has_processors:
                 raise InputError(f"request {command.id} has logits processors, which are code: submit it on every rank")
             request = self.make(command)
-        elif (request.tokens, request.params, request.prediction) != (
-            command.token_ids, command.params, command.prediction
+        elif (request.tokens, request.params, request.prediction, request.adapter) != (
+            command.token_ids, command.params, command.prediction, command.adapter
         ):  # fmt: skip
             raise DesyncError(f"request {command.id} of this rank differs from that of rank 0")
         request.arrived = command.arrived  # rank 0's clock orders the queue

@@ -141,6 +141,8 @@ class Adapter:
     def bind(self, inputs: StepInputs, cache: KVCache) -> None:
         """Give `inputs` what attention looks up in them, before a forward."""
         inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
+        if cache.adapters is not None and inputs.rows:
+            inputs.adapters = cache.adapters.of_step(inputs)
 
     def keep_hidden(self) -> None:
         """From now on every step keeps its hidden states (StepInputs.hidden)."""

@@ -59,6 +59,8 @@ class StaticShape:
     """True if it reads block tables, in place of a block's own rows."""
     is_wide: bool = False
     """True if a vocabulary in parts is gathered for a limit that needs the whole of it."""
+    with_adapters: bool = False
+    """True if entries have adapters; steps without any do not read their weights."""
     only_logits: bool = False
     """True if the graph ends at the logits [B * T, V]; tokens are then chosen outside of it."""
 
@@ -71,6 +73,7 @@ class StaticShape:
             "bits": (*entries, 2 * max(2, -(-self.num_entries // WORD_BITS))),
             **dict.fromkeys(("tokens", "positions", "write_rows"), entries),
             **dict.fromkeys(("num_cached", "num_real"), batch),
+            "adapters": entries if self.with_adapters else (0,),
             "selection": (5 * self._num_sampled + self.num_keys,),
         }
 
@@ -86,6 +89,10 @@ class StaticShape:
     def place(self, words: np.ndarray, rows: Sequence[Row], selection: Selection, cache: KVCache) -> None:
         """Write the words [num_words] of a step of `rows`, neighbouring slots from `first_slot` on, on the host."""
         cache.place(words, rows, self.first_slot, self.batch, self.num_entries)
+        if self.with_adapters:
+            end = self.num_words - prod(self.sizes["selection"])
+            entries = words[end - prod(self.sizes["adapters"]) : end]
+            cache.adapters.place(entries.reshape(self.sizes["adapters"]), rows)
         if not self.num_keys:
             return
         # Each row's parameters are among the last of its T entries; the other entries are greedy.
@@ -123,6 +130,8 @@ class StaticShape:
             num_results=[self.num_entries] * self.batch,
             logits_to_keep=self.num_entries,
         )
+        if self.with_adapters:
+            inputs.adapters = cache.adapters.read(parts["adapters"])
         keys = self.num_keys
         sizes = keys, self._num_sampled, keys > 0, self.filtered, self.is_wide
         return inputs, Selection(parts["selection"], *sizes)
