@@ -6,7 +6,6 @@ the old one run. Cached prefixes and drafts are keyed by the digest as well, as 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -147,22 +146,3 @@ class Adapters:
                 awaited.set_exception(failure)
             else:
                 awaited.set_result(None)
-
-
-def named_folders(given: Iterable[str] | Mapping[str, str]) -> dict[str, str]:
-    """The adapters of EngineOptions.lora_modules, folders by name; raises InputError."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    found: dict[str, str] = {}
-    for each in given:
-        name, _, folder = each.partition("=")
-        if each.lstrip().startswith("{"):
-            try:
-                fields = json.loads(each)
-                name, folder = fields["name"], fields["path"]
-            except (ValueError, LookupError):
-                name = ""
-        if not (isinstance(name, str) and isinstance(folder, str) and name and folder) or name in found:
-            raise InputError(f"--lora-modules {each}: give NAME=FOLDER, each name once")
-        found[name] = folder
-    return found

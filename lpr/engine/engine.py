@@ -24,11 +24,10 @@ from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.core.suffix_index import END
 from lpr.dist.comm import Comm, agree, is_driver
-from lpr.engine.adapters import named_folders
 from lpr.engine.commands import Compile, Configure, Costs, Drain, Learn, LoadAdapter, UnloadAdapter
 from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
-from lpr.engine.options import EngineOptions
+from lpr.engine.options import EngineOptions, named_folders
 from lpr.engine.replica import Replica
 from lpr.engine.request import Completion, Prompt, Request
 from lpr.engine.requests import check_history, check_request, checked_ids, encode_prediction, encode_prompt

@@ -41,6 +41,8 @@ class Terms:
     key: str = ""
     """Name of the client's API key: its share of the slots and of the queue. "" without keys."""
     tenant: str = ""
+    adapter: str = ""
+    """Digest of the adapter that the request names in the place of the model."""
     priority: int = 0
     details: bool = False
 

@@ -13,7 +13,8 @@ import torch
 
 import lpr.engine.request
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.engine.adapters import Adapters, named_folders
+from lpr.engine.adapters import Adapters
+from lpr.engine.options import named_folders
 from lpr.model.lora.bank import SlotAdapters
 from lpr.model.step_inputs import StepInputs
 from tests.fakes.adapters import ATTENTION, KINDS, merged, write_adapter

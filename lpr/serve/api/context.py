@@ -175,9 +175,16 @@ class Context:
             full = f"{kind}-{request.state.request_id}-{secrets.token_hex(4)}"
         return full
 
-    def generation(self, request: Request, body: Sampling | None, wanted: Sequence[Wanted], **more: Any) -> Generation:
-        """Accept the texts that a request wants; `more` as Generation takes it. Raises ApiError."""
-        terms = Terms(key=key_name(request), tenant=self.tenant(request))
+    def generation(
+        self, request: Request, body: Sampling | None, wanted: Sequence[Wanted], model: str | None = None, **more: Any
+    ) -> Generation:
+        """Accept the texts that a request wants; `more` as Generation takes it. Raises ApiError.
+
+        The `model` is that of `body`, if there is one.
+        """
+        named = self.ready().check_model(model if body is None else body.model)
+        adapter = (self.service.adapters or {}).get(named)
+        terms = Terms(key=key_name(request), tenant=self.tenant(request), adapter=adapter.digest if adapter else "")
         if body is not None:
             most = limits.PRIORITY.most
             priority = max(-most, min(most, body.priority))

@@ -176,7 +176,18 @@ def test_layers_before_their_products_are_not_found() -> None:
 
 
 def test_conflicts_name_what_is_in_the_list() -> None:
-    modes = {"tp", "exact", "adapters", "draft head", "foreign", "compile=on", "compile=auto", "compile=off", "cuda", "cpu"}
+    modes = {
+        "tp",
+        "exact",
+        "adapters",
+        "draft head",
+        "foreign",
+        "compile=on",
+        "compile=auto",
+        "compile=off",
+        "cuda",
+        "cpu",
+    }
     for each in CONFLICTS:
         assert set(each.losers) <= set(BY_TYPE) and each.reason and "\n" not in each.reason
         assert each.winner in modes if isinstance(each.winner, str) else each.winner in BY_TYPE
