@@ -159,6 +159,8 @@ class Adapter:
         `model` is called in its place, a copy of it.
         """
         self.bind(inputs, cache)
+        if model is not None:
+            inputs.adapters = None  # a copy drafts without them
         extra: dict[str, Any] = {"position_ids": inputs.positions} if self.accepts_positions else {}
         extra |= passed(cache, self.model)
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None

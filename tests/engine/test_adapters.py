@@ -185,6 +185,14 @@ def test_what_cannot_be_loaded_is_one_line_on_all_ranks(base: Path, two: Any, tm
         Engine.from_pretrained(str(base), DECODE).submit(PROMPTS[0], tenant="\0one\0")
 
 
+def test_a_copy_drafts_without_the_adapter(base: Path, two: Any) -> None:
+    folders, expected = two
+    decode = DecodeConfig(window_size=0, trie_nodes=16, max_batch_size=6)
+    engine = Engine.from_pretrained(str(base), decode, lora_modules=folders, self_draft="int8")
+    assert engine.model.self_drafter is not None
+    assert mixed(engine, ["", "one", "other"]) == expected
+
+
 def test_names_and_folders() -> None:
     given = ("a=/x", '{"name": "b", "path": "/y", "base_model_name": "m"}', "c=/z=1")
     assert named_folders(given) == {"a": "/x", "b": "/y", "c": "/z=1"}
