@@ -257,7 +257,9 @@ class Bank:
 
     def _part(self, name: str, module: Any, pair: Pair) -> Pair:
         """This rank's part of a pair."""
-        if isinstance(module.weight, DTensor) or type(module).__module__.startswith("deepspeed."):
+        # Not `module.weight`, which a prepacked layer unpacks at each call.
+        is_split = any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
+        if is_split or type(module).__module__.startswith("deepspeed."):
             raise InputError(f"--tp splits {name} in a way that adapters do not follow; --tp 1 works")
         (rank, size), down, up = self._tp, pair.down, pair.up
         outputs, inputs = module.weight.shape if size > 1 else (len(up), down.shape[1])  # packed bits have other shapes
