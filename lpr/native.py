@@ -106,6 +106,9 @@ multiply_tiles: Callable[..., None] | None = getattr(_extension, "multiply_tiles
 """Matrix products of a few rows (lpr.model.cpu.tiles), with AVX2 or AVX-512; of bfloat16 by a core's matrix unit if it
 has one (AMX). Elsewhere oneDNN multiplies."""
 
+add_low_rank: Callable[..., None] | None = getattr(_extension, "add_low_rank", None)
+"""What adapters add to rows of a product (lpr.model.lora.bank); without the extension torch multiplies."""
+
 DecoderLayer: Callable[..., Any] | None = getattr(_extension, "DecoderLayer", None)
 DecoderLayers: Callable[..., Any] | None = getattr(_extension, "DecoderLayers", None)
 """A decoder layer of these products, parts and attention as one call (lpr.model.fused.decoder_layer)."""

@@ -77,6 +77,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """True if logits processors apply: they are code, so each rank submits the request itself."""
     tenant: str = ""
     """Requests share drafts and K/V with requests of the same tenant only; "" is a tenant like any other."""
+    adapter: str = ""
+    """Digest of the adapter whose weights apply; requests share drafts and K/V with those of the same one only."""
     share: str = ""
     """Requests of different shares get slots by weight (lpr.sched.fair_shares): a share is a key's name."""
     weight: float = 1.0

@@ -25,7 +25,7 @@ from lpr.dist.runtime import World, join
 from lpr.dist.supervisor import Supervisor
 from lpr.engine.engine import Engine
 from lpr.engine.exchange import DesyncError
-from lpr.engine.options import EngineOptions, load_step_times
+from lpr.engine.options import EngineOptions, load_step_times, named_folders
 from lpr.model.loader import bundled_model
 
 _GROUPS = {"options": EngineOptions, "sampling": SamplingParams, "decode": DecodeConfig}
@@ -49,6 +49,9 @@ class Args:
     """JSONL file for the completions, in the order of the prompts."""
     prompt: str | None = None
     """Complete this text and show it, instead of a file."""
+    adapter: str | None = None
+    """Name of the adapter of --lora-modules that prompts are completed with; a line of --prompts may name its own, as
+    "model"."""
     trie: Path | None = None
     """Folder or .safetensors file: draft from the outputs of earlier runs, and add those of this one."""
     trace: Path | None = None
@@ -118,6 +121,8 @@ def parse(argv: Sequence[str], quiet: bool = False) -> Args:
     for name, other in {"prompts": prompts, "output": output}.items():
         if trace and trace == other:
             raise InputError(f"--trace and --{name} are the same file, {args.trace}: give the trace one of its own")
+    if args.adapter is not None and args.adapter not in named_folders(args.options.lora_modules):
+        raise InputError(f"--adapter {args.adapter}: --lora-modules has no such name")
     if args.trace_steps < 1:
         raise InputError(f"--trace-steps {args.trace_steps} must be at least 1")
     return args
@@ -177,7 +182,7 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
                 job = file_job(args, world)
             else:
                 prompt = DEMO_PROMPT if args.prompt is None else args.prompt
-                job = ShowJob(prompt, args.sampling, args.decode, keeping_of(args), args.json)
+                job = ShowJob(prompt, args.sampling, args.decode, keeping_of(args), args.json, args.adapter)
     except InputError as error:
         failure = str(error)
     alike = replace(args, options=replace(args.options, costs=None, device=None))
@@ -204,7 +209,7 @@ def file_job(args: Args, world: World, goes_on: bool = False, takes_over: bool =
     lp, tp = world.mesh_shape(args.tp)
     facts = {"world_size": world.size, "mesh": {"lp": lp, "tp": tp}}
     writer = OrderedWriter(args.output, read_prompts(args.prompts), resume=goes_on or world.attempt > 0)
-    return FileJob(writer, args.sampling, facts, keeping_of(args), args.json, takes_over)
+    return FileJob(writer, args.sampling, facts, keeping_of(args), args.json, args.adapter, takes_over)
 
 
 def keeping_of(args: Args) -> Keeping:

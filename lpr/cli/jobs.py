@@ -95,6 +95,8 @@ class FileJob:
     facts: dict[str, Any]  # facts of the job that each record includes
     keeping: Keeping
     as_json: bool
+    adapter: str | None = None
+    """That of lines which name none."""
     takes_over: bool = False
     """True if the engine has the trie and the lines that are done: its rank was there when the driver was lost."""
 
@@ -141,7 +143,9 @@ class FileJob:
             if line.error is not None:
                 raise InputError(line.error)
             params = replace(self.sampling, **line.sampling)
-            submitted[engine.submit(line.prompt, params, id=line.number, prediction=line.prediction)] = line
+            adapter = line.model if line.model in engine.adapters else self.adapter
+            known = {"id": line.number, "prediction": line.prediction, "adapter": adapter}
+            submitted[engine.submit(line.prompt, params, **known)] = line
         except InputError as failure:
             message = str(failure) if line.error else f"line {line.number}: {failure}"
             self._complain(message)
@@ -202,6 +206,7 @@ class ShowJob:
     decode: DecodeConfig
     keeping: Keeping
     as_json: bool
+    adapter: str | None = None
 
     def run(self, engine: Engine) -> int:
         """Stream with lookahead, decode plainly, print the table."""
@@ -225,11 +230,11 @@ class ShowJob:
         """Complete the prompt once, after a few tokens as a warm-up; `show` gets the text as it is committed."""
         engine.configure(decode)
         few = min(4, self.params.max_new_tokens)
-        engine.generate([self.prompt], replace(self.params, max_new_tokens=few, min_new_tokens=0))
+        engine.generate([self.prompt], replace(self.params, max_new_tokens=few, min_new_tokens=0), adapter=self.adapter)
         engine.configure(decode)
         with keeping.around(engine):
             began = time.perf_counter()
-            request = engine.submit(self.prompt, self.params)
+            request = engine.submit(self.prompt, self.params, adapter=self.adapter)
             show(_pieces(engine, request))
             done = request.completion()
         return Run(name, done.stats.num_steps, done.stats.num_tokens, time.perf_counter() - began, None), done

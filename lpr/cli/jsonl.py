@@ -35,6 +35,7 @@ class PromptLine:
     extra: dict[str, Any] = field(default_factory=dict)  # the line's other fields, which its output line keeps
     sampling: dict[str, Any] = field(default_factory=dict)
     """Those of them that are fields of SamplingParams; they override the command's for this line."""
+    model: str | None = None  # the model that the line names, which may be an adapter
     prediction: str | list[int] | None = None  # text or token ids that the output is likely to repeat in large part
     error: str | None = None
 
@@ -72,7 +73,8 @@ def _parse(number: int, raw: bytes) -> PromptLine:
         kept = record if isinstance(record, dict) else {}
         prompt = kept.pop("prompt", "") if isinstance(kept.get("prompt"), str) else ""
         return PromptLine(number, prompt, _extra(kept), error=f"line {number}{failure}")
-    return PromptLine(number, prompt, _extra(record), sampling, fields.get("prediction"))
+    model = fields.get("model") if isinstance(fields.get("model"), str) else None
+    return PromptLine(number, prompt, _extra(record), sampling, model, fields.get("prediction"))
 
 
 def _extra(record: dict[str, Any]) -> dict[str, Any]:

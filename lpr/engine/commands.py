@@ -38,6 +38,22 @@ class Compile(msgspec.Struct, frozen=True, tag=True, array_like=True):
     grammar: str
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Load an adapter on all ranks, or on none if one of them cannot."""
+
+    name: str
+    path: str
+    """Its folder, which all ranks read."""
+    digest: str
+    """Of what they must find there."""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Take no further requests for an adapter."""
+
+    name: str
+
+
 class Costs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Use other step times from now on."""
 
@@ -66,7 +82,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Refuse further requests. Those submitted are completed."""
 
 
-Command = Submit | Abort | Learn | Compile | Costs | Configure | TakeIn | Drain | Stop
+Command = Submit | Abort | Learn | Compile | LoadAdapter | UnloadAdapter | Costs | Configure | TakeIn | Drain | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Command])

@@ -20,13 +20,14 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
+from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.core.suffix_index import END
-from lpr.dist.comm import Comm, is_driver
-from lpr.engine.commands import Compile, Configure, Costs, Drain, Learn
+from lpr.dist.comm import Comm, agree, is_driver
+from lpr.engine.commands import Compile, Configure, Costs, Drain, Learn, LoadAdapter, UnloadAdapter
 from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
-from lpr.engine.options import EngineOptions
+from lpr.engine.options import EngineOptions, named_folders
 from lpr.engine.prepare import load_on_all
 from lpr.engine.replica import Replica
 from lpr.engine.request import Completion, Prompt, Request
@@ -82,6 +83,7 @@ class Engine:
         if membership is not None and membership.is_newcomer and (state := membership.await_welcome()) is not None:
             self.replica.resume(state)
             return
+        self._load_at_start()
         if self.replica.start_times.given is not None:
             self.driver.post(Costs(self.replica.start_times.given.to_json(), given=True))
         self.driver.post_and_wait(Configure(decode))
@@ -125,12 +127,14 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         logits_processors: Sequence[Processor] = (),
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt; completions come in the order of `prompts`.
 
-        `params` is one for all or one per prompt; `logits_processors` are applied to every request (`submit` takes them
-        per request). Raises InputError before any work if a prompt cannot be completed. A request that fails later
-        has `finish_reason` "error" and the cause in `error`; the others are completed.
+        `params` and `adapter` are one for all or one per prompt; `logits_processors` are applied to every request
+        (`submit` takes them per request). Raises InputError before any work if a prompt cannot be completed. A request
+        that fails later has `finish_reason` "error" and the cause in `error`; the others are completed.
         """
         if isinstance(prompts, str):
             raise InputError("generate takes a list of prompts; put a single one in brackets")
@@ -138,9 +142,15 @@ class Engine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InputError(f"{len(prompts)} prompts came with {len(params)} SamplingParams")
+        adapters = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter
+        if len(adapters) != len(prompts):
+            raise InputError(f"{len(prompts)} prompts came with {len(adapters)} adapters")
         self.turns.refuse_within("generate")
         with self.turns:
-            requests = [self._make(*each, logits_processors) for each in zip(prompts, params, strict=True)]
+            requests = [
+                self._make(prompt, each, logits_processors, adapter=named)
+                for prompt, each, named in zip(prompts, params, adapters, strict=True)
+            ]
         try:
             with self.turns:
                 for request in requests:
@@ -152,13 +162,18 @@ class Engine:
         return [request.completion() for request in requests]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, logits_processors: Sequence[Processor] = ()
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        logits_processors: Sequence[Processor] = (),
+        *,
+        adapter: str | None = None,
     ) -> Iterator[Chunk]:
         """Complete one prompt, yielding text and ids as each step commits them.
 
         Streams can be read in turn: each has its own queue, and a step advances all of them.
         """
-        request = self.submit(prompt, params, logits_processors)
+        request = self.submit(prompt, params, logits_processors, adapter=adapter)
         try:
             while request.finish_reason is None or request.chunks:  # in this order: another thread may end it between
                 if not request.chunks:
@@ -189,7 +204,8 @@ class Engine:
         Requests wait in the order of arrival, shifted by `priority` (see lpr.sched.queue); those of different `share`
         get slots in proportion to their `weight` (see lpr.sched.fair_shares). `prediction` is a text, or ids, that the
         output is likely to repeat in large part: it is drafted from, and never changes the output. `predicted` are the
-        counts of an earlier run.
+        counts of an earlier run. `adapter` names a loaded adapter (`load_adapter`); drafts and K/V are shared among
+        requests with the same one only.
         """
         if isinstance(prompt, Submit) and (params is not None or logits_processors or fields):
             raise InputError("a Submit comes without other arguments")
@@ -220,7 +236,8 @@ class Engine:
             command = Submit.of(self.encode(prompt), params or SamplingParams(), **fields)
         known = encode_prediction(prediction, self.tokenizer, self.model.vocab_size, self.max_length)
         tokens = [*command.prompt_ids, *self._ids(delivered, "delivered tokens are a list of ids")]
-        command = msgspec.structs.replace(command, id=id, token_ids=tokens, prediction=known)
+        adapter = self.replica.adapters.resolve(command.adapter)
+        command = msgspec.structs.replace(command, id=id, token_ids=tokens, prediction=known, adapter=adapter)
         check_request(command, self.max_length, self.model.vocab_size)
         return table.new(command, prompt, processors)
 
@@ -271,6 +288,7 @@ class Engine:
         while not self.is_stopped:
             self.step()
         self.replica.start_times.keep(self.step_times)
+        self.replica.adapters.close()
         self.model.release()
 
     @in_turn
@@ -307,6 +325,52 @@ class Engine:
         """
         check_history(history, self.model.vocab_size)
         self.driver.post(Learn(history.tobytes(), tenant=tenant, read_to=read_to))
+
+    @in_turn
+    def load_adapter(self, name: str, folder: str | Path) -> Future[None]:
+        """Load a LoRA adapter in PEFT's format on all ranks, for requests that name it; it replaces one of that name.
+
+        With one rank it is loaded when this returns. With several ranks all read the folder after the running step,
+        and the result says when they have, or raises InputError if one could not. Raises InputError for a folder that
+        cannot be read, with one rank for any failure.
+        """
+        adapters, command = self.replica.adapters, None
+        if is_driver(self.comm):
+            command = adapters.command(name, folder)
+        return self._post_for(name, command)
+
+    @in_turn
+    def unload_adapter(self, name: str) -> Future[None]:
+        """Take no further requests for an adapter; its weights go with its last request. As `load_adapter`."""
+        return self._post_for(name, UnloadAdapter(name))
+
+    def _post_for(self, name: str, command: LoadAdapter | UnloadAdapter | None) -> Future[None]:
+        self.replica.check_open()
+        done = self.replica.adapters.expect(name)
+        if command is not None:
+            self.driver.post(command)
+        if done.done():
+            done.result()
+        return done
+
+    def _load_at_start(self) -> None:
+        """Load the adapters of the options; raises the same InputError on all ranks."""
+        commands, failure, adapters = list[LoadAdapter](), None, self.replica.adapters
+        try:
+            for name, folder in named_folders(self.options.lora_modules).items():
+                commands.append(adapters.command(name, folder))
+        except InputError as error:
+            failure = str(error)
+        agree(self.comm, failure, {"set of adapters": digest_of(repr([(each.name, each.digest) for each in commands]))})
+        for command in commands:
+            loaded = adapters.expect(command.name)
+            self.driver.post_and_wait(command)
+            loaded.result(0)
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The folders of the loaded adapters, by name."""
+        return MappingProxyType({name: each.path for name, each in self.replica.adapters.names.items()})
 
     @in_turn
     def compile(self, grammar: str) -> Future[Any] | None:

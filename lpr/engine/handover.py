@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from lpr.config import DecodeConfig, TreeSizes
+from lpr.engine.commands import LoadAdapter
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.request import Request
 from lpr.engine.requests import RequestTable
@@ -94,6 +95,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """int32 tokens of the shared index."""
     tenants: list[tuple[str, bytes]]
     """The same of each tenant's own index, the least recently used one first."""
+    adapter_names: list[LoadAdapter]
+    adapters: dict[str, str]
+    """By digest, the folders of all that are loaded."""
     read_to: dict[str, str]
     """By tenant: the last entry of its stream that is in these (lpr.fleet)."""
     running: list[RequestState]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,6 +42,11 @@ class EngineOptions:
     costs: Path | StepTimes | None = None
     """JSON table of step times that decide tree sizes, instead of measured ones: makes the steps of a run repeatable.
     Rank 0 reads it for all."""
+    lora_modules: tuple[str, ...] = ()
+    """LoRA adapters to load at start, each as NAME=FOLDER or as vLLM's JSON object of "name" and "path"; folders are
+    PEFT's."""
+    enable_lora: bool = False
+    """Prepare for adapters that are loaded later, without any at start: steps are not compiled then."""
     exact: bool = False
     """Give the same logits, bit for bit, for every shape of a step, in half precision too: a fifth to two fifths slower
     on a CPU. A model that cannot is refused."""
@@ -64,3 +70,22 @@ def load_step_times(path: Path) -> StepTimes:
         raise InputError(f"cannot read --costs {path}: {failure.strerror or failure}") from failure
     except ValueError as failure:
         raise InputError(f"--costs {path}: {failure}") from failure
+
+
+def named_folders(given: Iterable[str] | Mapping[str, str]) -> dict[str, str]:
+    """The adapters of EngineOptions.lora_modules, folders by name; raises InputError."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    found: dict[str, str] = {}
+    for each in given:
+        name, _, folder = each.partition("=")
+        if each.lstrip().startswith("{"):
+            try:
+                fields = json.loads(each)
+                name, folder = fields["name"], fields["path"]
+            except (ValueError, LookupError):
+                name = ""
+        if not (isinstance(name, str) and isinstance(folder, str) and name and folder) or name in found:
+            raise InputError(f"--lora-modules {each}: give NAME=FOLDER, each name once")
+        found[name] = folder
+    return found

@@ -68,7 +68,7 @@ def prepare(
     if comm.tp_mesh is not None:
         part = vocabulary_head(loaded.model)
         heights, worst = partial(common_heights, comm), partial(worst_of_replica, comm)
-        shared = SharedWeights(partial(check_replica, comm), heights, worst, part)
+        shared = SharedWeights(partial(check_replica, comm), heights, worst, comm.tp_rank, comm.tp_size, part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     comm.before_close(model.release)
     failure, costs, like, compiles = None, None, None, False
@@ -138,6 +138,7 @@ def _setting(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Com
         tp=comm.tp_mesh is not None,
         has_head=has_head,
         compile=options.compile,
+        adapters=bool(options.lora_modules) or options.enable_lora,
         uncaptured=uncaptured,
     )
 

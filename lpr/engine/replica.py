@@ -19,9 +19,10 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, is_driver
 from lpr.dist.errors import MeshChangedError, first_line
 from lpr.engine import handover
+from lpr.engine.adapters import Adapters
 from lpr.engine.ahead import begin_passes, count_passes
 from lpr.engine.build import Parts, allocate, tree_sizes
-from lpr.engine.commands import Command, Compile, Configure, Costs, Drain, Learn, TakeIn
+from lpr.engine.commands import Command, Compile, Configure, Costs, Drain, Learn, LoadAdapter, TakeIn, UnloadAdapter
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
@@ -82,6 +83,7 @@ class Replica(StepHooks):
         self.turns = Turns()
         """Taken by each thread that works on this replica or reads its requests."""
         self.requests = RequestTable(loaded.tokenizer, loaded.eos_token_ids, self.model.device, self.turns)
+        self.adapters = Adapters(self.model)
         self.watch = Watch(self.model)
 
     def check_open(self) -> None:
@@ -102,6 +104,10 @@ class Replica(StepHooks):
                 self.drafts.learn(command)
             case Compile():
                 self.requests.compile(command.grammar, self.model.vocab_size)
+            case LoadAdapter():
+                self._load_adapter(command)
+            case UnloadAdapter():
+                self.adapters.unload(command.name, self.requests.open.values())
             case Costs():
                 times = StepTimes.from_json(command.table)
                 if command.given:
@@ -122,11 +128,23 @@ class Replica(StepHooks):
     def _submit(self, command: Submit) -> None:
         self.is_whole = False
         request = self.requests.submit(command)
-        if request.finish_reason is not None or self.is_draining:  # the delivered tokens may end it already
+        if request.adapter and request.adapter not in self.adapters.loaded:
+            request.error = "its adapter was unloaded before it began"
+            self._end(request, "error")
+        elif request.finish_reason is not None or self.is_draining:  # the delivered tokens may end it already
             self._end(request, request.finish_reason or "abort")
         else:
             self.scheduler.add(request)
         self.is_whole = True
+
+    def _load_adapter(self, command: LoadAdapter) -> None:
+        while True:
+            try:
+                self.adapters.load(command, self.comm)
+                self.adapters.sweep(self.requests.open.values())
+                return
+            except MeshChangedError:  # on all survivors alike, which begin again
+                self.adopt_mesh()
 
     def _abort(self, id: RequestId) -> None:
         request = self.requests.open.get(id)
@@ -154,6 +172,7 @@ class Replica(StepHooks):
         Raises InputError if the model has changed in a way that this engine cannot follow.
         """
         self.is_whole = False
+        self.adapters.sweep(self.requests.open.values())
         if self.watch.hints or (self.scheduler.waiting and not self.scheduler.running):
             self.follow_model()
         while (admitted := self.scheduler.admit()) is not None:
@@ -194,6 +213,8 @@ class Replica(StepHooks):
             waiting = [request for request in self.scheduler.running if request.admission not in begun]
         self.sizer.begin_step(schedule.decoding, schedule.filling, waiting)
         begin_passes(self.model, schedule.decoding, self.sizer.times)
+        assert self.model.cache is not None
+        self.model.cache.adapters = self.adapters.of_slots(self.scheduler.running, self.comm.rank)
         # With the length of the shared index, a rank that has learned something else is found at once.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
         plan = StepPlan(schedule.decoding, schedule.filling, self.sizes, digest, num_command_bytes)
@@ -402,6 +423,7 @@ class Replica(StepHooks):
         times = self.sizer.times
         settings = {"decode": self.decode, "sizes": self.sizes, "times": None if times is None else times.to_json()}
         settings |= {"follows": self.start_times.follows, "is_draining": self.is_draining}
+        settings |= {"adapter_names": list(self.adapters.names.values()), "adapters": self.adapters.loaded}
         state = handover.state_of(self.scheduler, self.drafts, next_id=self.requests.next_id, **settings)
         membership.meet(msgspec.msgpack.encode(state))
 
@@ -411,6 +433,7 @@ class Replica(StepHooks):
         times = StepTimes.from_json(state.times) if state.times is not None else None
         self.start_times.times, self.start_times.follows = times, state.follows
         self.is_draining, self.requests.next_id = state.is_draining, state.next_id
+        self.adapters.resume(state.adapter_names, state.adapters)
         size = PoolSize(state.num_pages, 0, state.num_host_pages)
         self._set_up(state.decode, state.sizes, times, Comm(), given=size)  # the others do not meet here
         for request, computed in handover.resume(state, self.scheduler, self.drafts, self.requests):

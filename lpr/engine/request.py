@@ -87,7 +87,9 @@ class Request:
         self.longest = self.num_prompt + self.params.max_new_tokens
         """Most tokens of prompt and output."""
         self.priority, self.arrived, self._command = command.priority, command.arrived, command
-        self.tenant, self.learns, self.details = command.tenant, command.learns, command.details
+        self.adapter, self.learns, self.details = command.adapter, command.learns, command.details
+        self.tenant = f"\0{command.adapter}\0{command.tenant}" if command.adapter else command.tenant
+        """Requests of one tenant share drafts and K/V, and have one adapter."""
         self.share, self.weight, self.charged = command.share, command.weight, 0.0
         self._new_stream = partial(TextStream, tokenizer, self.prompt_ids, self.params, eos_token_ids)
         self.text_stream = self._new_stream()

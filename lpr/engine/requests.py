@@ -70,8 +70,8 @@ class RequestTable:
             if command.has_processors:
                 raise InputError(f"request {command.id} has logits processors, which are code: submit it on every rank")
             request = self.make(command)
-        elif (request.tokens, request.params, request.prediction) != (
-            command.token_ids, command.params, command.prediction
+        elif (request.tokens, request.params, request.prediction, request.adapter) != (
+            command.token_ids, command.params, command.prediction, command.adapter
         ):  # fmt: skip
             raise DesyncError(f"request {command.id} of this rank differs from that of rank 0")
         request.arrived = command.arrived  # rank 0's clock orders the queue
@@ -136,6 +136,8 @@ def check_request(command: Submit, max_length: int, vocab_size: int) -> None:
         raise InputError(f"priority={priority!r} must be a whole number of 64 bits")
     if not 0 < command.weight < math.inf:
         raise InputError(f"weight={command.weight!r} must be a number above 0")
+    if command.tenant.startswith("\0"):  # as those of requests with adapters do
+        raise InputError("a tenant does not begin with a zero character")
     biased = [token for token, _ in params.logit_bias]
     for name, tokens in (("logit_bias", biased), ("forced_ids", params.forced_ids)):
         if outside := [token for token in tokens if token >= vocab_size]:

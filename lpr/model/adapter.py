@@ -150,6 +150,8 @@ class Adapter:
     def bind(self, inputs: StepInputs, cache: KVCache) -> None:
         """Give `inputs` what attention looks up in them, before a forward."""
         inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
+        if cache.adapters is not None and inputs.rows:
+            inputs.adapters = cache.adapters.of_step(inputs)
 
     def keep_hidden(self) -> None:
         """From now on every step keeps its hidden states (StepInputs.hidden)."""
@@ -166,6 +168,8 @@ class Adapter:
         `model` is called in its place, a copy of it.
         """
         self.bind(inputs, cache)
+        if model is not None:
+            inputs.adapters = None  # a copy drafts without them
         extra: dict[str, Any] = {"position_ids": inputs.positions} if self.accepts_positions else {}
         extra |= passed(cache, self.model)
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None

@@ -70,6 +70,8 @@ class StaticShape:
     """True if it reads block tables, in place of a block's own rows."""
     is_wide: bool = False
     """True if a vocabulary in parts is gathered for a limit that needs the whole of it."""
+    with_adapters: bool = False
+    """True if entries have adapters; steps without any do not read their weights."""
     only_logits: bool = False
     """True if the graph ends at the logits [B * T, V]; tokens are then chosen outside of it."""
     num_kept: int = 0
@@ -96,6 +98,7 @@ class StaticShape:
             **dict.fromkeys(("tokens", "positions", "write_rows"), entries),
             **(of_packed if self.num_kept else {}),
             **dict.fromkeys(("num_cached", "num_real"), batch),
+            "adapters": entries if self.with_adapters else (0,),
             "selection": (5 * self._num_sampled + self.num_keys,),
         }
 
@@ -116,6 +119,10 @@ class StaticShape:
             cache.place_packed(words, rows, self.batch, self.num_entries, self.num_kept)
         else:
             cache.place(words, rows, self.first_slot, self.batch, self.num_entries)
+        if self.with_adapters:
+            end = self.num_words - prod(self.sizes["selection"])
+            entries = words[end - prod(self.sizes["adapters"]) : end]
+            cache.adapters.place(entries.reshape(self.sizes["adapters"]), rows)
         if not self.num_keys:
             return
         # Each row's parameters are among the last of its T entries; the other entries are greedy.
@@ -159,6 +166,8 @@ class StaticShape:
             num_results=[self.num_kept] if self.num_kept else [self.num_entries] * self.batch,
             logits_to_keep=parts["wanted"].long() if self.num_kept else self.num_entries,
         )
+        if self.with_adapters:
+            inputs.adapters = cache.adapters.read(parts["adapters"])
         keys = self.num_keys
         sizes = keys, self._num_sampled, keys > 0, self.filtered, self.is_wide
         return inputs, Selection(parts["selection"], *sizes)

@@ -99,10 +99,10 @@ class GraphForward(EagerForward):
         self._graphs: OrderedDict[StaticShape, Captured | None] = OrderedDict()
         """None for a step that could not be captured."""
         num_slots, most = self.cache.num_slots, NODE_BUCKETS[-1]
-        largest = StaticShape(0, num_slots, most, 0, 0, num_slots * most, True)
+        largest = StaticShape(0, num_slots, most, 0, 0, num_slots * most, True, with_adapters=True)
         if self._is_packed:
             most = PACKED_BUCKETS[-1]
-            largest = StaticShape(0, num_slots, most, 0, 0, most, True, num_kept=most)
+            largest = StaticShape(0, num_slots, most, 0, 0, most, True, num_kept=most, with_adapters=True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
         self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=self.adapter.device)
         self._upload = Upload(self._words)
@@ -120,6 +120,10 @@ class GraphForward(EagerForward):
         """Most results of a packed step: those of a tree of each sequence."""
         self.max_entries = min(bucket_of(longest, node_buckets(1, self._height)), NODE_BUCKETS[-1])
 
+    def forget_adapters(self) -> None:
+        """Drop the graphs of steps with adapters, whose weights have moved."""
+        self._graphs = OrderedDict((each, kept) for each, kept in self._graphs.items() if not each.with_adapters)
+
     def __len__(self) -> int:
         return len(self._graphs)
 
@@ -130,13 +134,17 @@ class GraphForward(EagerForward):
         """
         if self.cache.has_states and not self.adapter.reads_bits:
             return None
+        adapters = self.cache.adapters
+        has_adapters = adapters is not None and any([row.slot in adapters.places for row in rows])
         if self._is_packed:
             limits = self.cache.num_slots, self.cache.rows_per_slot, self.most_results
-            return packed_shape(rows, selection, num_candidates, *limits, self.sampler.part is not None)
+            found = packed_shape(rows, selection, num_candidates, *limits, self.sampler.part is not None)
+            return replace(found, with_adapters=True) if found is not None and has_adapters else found
         limits = self.cache.num_slots, self.cache.rows_per_slot, self.max_entries
         bits, tables = self.adapter.reads_bits, self.adapter.reads_tables
         is_split = self.sampler.part is not None
-        return static_shape(rows, selection, num_candidates, *limits, bits, self._height, is_split, tables)
+        found = static_shape(rows, selection, num_candidates, *limits, bits, self._height, is_split, tables)
+        return replace(found, with_adapters=True) if found is not None and has_adapters else found
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
         if selection.processor_paths or selection.num_logprobs is not None:  # code, which no graph holds; and rare

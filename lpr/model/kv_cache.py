@@ -64,6 +64,8 @@ class KVCache(StatesInCache, Cache):
         """The pools of all other layers."""
         self._flat: dict[int, tuple[tuple[Tensor, int], tuple[Tensor, int]]] = {}
         """All rows [layers * rows, heads, dim] of what holds a layer's keys and values, and where the layer's begin."""
+        self.adapters: Any = None
+        """The adapters of its slots, a SlotAdapters (lpr.model.lora.bank); None if no slot has one."""
         self._device_tables: Tensor | None = None
         self._num_begun = 0
         """Pages up to the last that a slot has had."""

@@ -25,6 +25,7 @@ from lpr.model.heads.head import DraftHead
 from lpr.model.input_builder import round_up
 from lpr.model.kv_cache import KVCache
 from lpr.model.loader import lack_of_memory
+from lpr.model.lora.bank import Bank
 from lpr.model.reserve import MemoryNeeds, Steps, free_bytes, memory_needs, sizes_of
 from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.sampling.choice import has_kernels
@@ -54,6 +55,8 @@ class SharedWeights:
     """The heights of exact matrix products that all of them agree on."""
     worst: Callable[[int], int] = lambda found: found
     """The largest of the numbers that they call it with."""
+    tp_rank: int = 0
+    tp_size: int = 1
     part: VocabularyHead | None = None
     """This rank's part of the output head, among whose logits it chooses wherever that can be."""
 
@@ -76,6 +79,8 @@ class TreeModel:
         self._shared = shared or SharedWeights()
         self.adapter = Adapter(model, attention, exact, self._shared.share_heights)
         self.model, self.device, self.config = model, self.adapter.device, self.adapter.config
+        self.bank = Bank(model, self._shared.tp_rank, self._shared.tp_size)
+        """The adapters of its rows."""
         self.vocab_size: int = self.config.vocab_size
         self.exact = exact
         """True if logits are the same bits for every shape of a step."""
@@ -125,6 +130,11 @@ class TreeModel:
     def num_captures(self) -> int:
         """Graphs captured for the present cache; a step that captures takes longer."""
         return self.forward.num_captures if self.forward is not None else 0
+
+    def forget_adapters(self) -> None:
+        """Capture steps with adapters anew, as the memory of their weights is another."""
+        if self.graphs is not None:
+            self.graphs.forget_adapters()
 
     def compile(self, backend: str = "inductor") -> None:
         """Let torch.compile fuse what captured steps do between the matrix products; others are not compiled."""

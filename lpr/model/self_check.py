@@ -97,7 +97,7 @@ def check_compiled(runner: TreeModel, like: KVCache, max_batch_size: int = 2) ->
         direct, compiled = (
             each.forward(shape.read(words, cache)[0], cache)[wanted].float() for each in (adapter, runner.compiled)
         )
-        if not (error := _difference(compiled, direct)) <= _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE):
+        if not (error := difference(compiled, direct)) <= tolerance_of(adapter):
             runner.compiled.give_up(f"compiled logits differ from direct ones by {error:.1e} of their range")
     if runner.worst_of_replica(int(runner.compiled.reason is not None)):
         runner.compiled.give_up("another rank of this replica could not")
@@ -110,7 +110,7 @@ def _name(adapter: Adapter) -> str:
 def _check(adapter: Adapter) -> KVCache:
     prompt_length = 200 if adapter.reads_bits else 24  # kernels work on blocks of keys: their check takes several
     name = _name(adapter)
-    tolerance = _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE)
+    tolerance = tolerance_of(adapter)
     cache = KVCache(1, prompt_length + 32)
     if adapter.exact and (why := adapter.why_not_exact()) is not None:
         raise InputError(f"model type {name!r} cannot be exact: {why}")
@@ -147,7 +147,7 @@ def _error(adapter: Adapter, cache: KVCache, prompt_length: int, tolerance: floa
         alone = _batch_logits(adapter, together=False)
         adapter.packed = adapter.packed and _packs(adapter, alone, tolerance)
         if not adapter.packed:
-            error = _difference(_batch_logits(adapter, together=True), alone)
+            error = difference(_batch_logits(adapter, together=True), alone)
     return error
 
 
@@ -166,7 +166,7 @@ def _gain(adapter: Adapter, tolerance: float) -> float:
             for kind in cache.states.kinds:
                 cache.states.copy(1, 0)
                 cache.states.clear(0, kind)
-                differences.append(_difference(adapter.logits([row], cache).float(), right))
+                differences.append(difference(adapter.logits([row], cache).float(), right))
         if min(differences) > max(_SHOWS, 2 * tolerance):
             return gain
     logger.warning("logits hardly depend on the model's recurrent states, so the check sees little of them")
@@ -216,7 +216,7 @@ def _inexact_step(adapter: Adapter) -> str | None:
 
 def _packs(adapter: Adapter, alone: torch.Tensor, tolerance: float) -> bool:
     try:
-        return _difference(_batch_logits(adapter, together=True, packed=True), alone) <= tolerance
+        return difference(_batch_logits(adapter, together=True, packed=True), alone) <= tolerance
     except _FAILURES:  # such as a model that looks into the mask: its batches are padded
         return False
 
@@ -242,7 +242,13 @@ def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> tor
     return torch.cat(results).float()
 
 
-def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+def tolerance_of(adapter: Adapter) -> float:
+    """The largest difference of a logit, over the range of the logits, that rounding makes."""
+    return _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE)
+
+
+def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference over the range of the logits."""
     return ((logits - expected).abs().max() / (expected.max() - expected.min())).item()
 
 

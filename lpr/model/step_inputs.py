@@ -180,6 +180,8 @@ class StepInputs:
     """Per window or chunk the rule of such layers (lpr.model.attention.layer_rules), as steps have found them."""
     made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     """By the id of a mask: the mask, so that no other tensor gets its id meanwhile, and what was made of it."""
+    adapters: Any = None
+    """The RowAdapters of its entries (lpr.model.lora.bank); None if no row has one."""
     computed: int = -1
     """Layers up to this one have been computed by the call of an earlier one (lpr.model.fused.decoder_layer)."""
     cache_storages: set[int] = field(default_factory=set)

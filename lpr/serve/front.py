@@ -61,6 +61,8 @@ class Front:
         self._attached = attached
         self._make_ranks = make_ranks or (lambda path: Ranks(argv, args.lp or 1, args.tp, path))
         self._keys = Keys.read(args.api_key, args.api_key_file)
+        if args.allow_runtime_lora_updating and not self._keys:
+            raise InputError("--allow-runtime-lora-updating needs --api-key or --api-key-file")
         if self._keys and args.trie is not None and args.share_drafts != "all":
             raise InputError("--trie keeps what all keys wrote for all of them: say so by --share-drafts all")
         self._template = _read(args.chat_template, "--chat-template")

@@ -20,12 +20,41 @@ import msgspec
 from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Abort, Chunk, ProtocolError, Stop, Submit
 
-PROTOCOL = 9  # Version of these messages. A driver of another version is refused.
+PROTOCOL = 10  # Version of these messages. A driver of another version is refused.
 MAX_MESSAGE = 1 << 30  # Longest message in bytes. A greater length is noise.
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """Base of the messages."""
+
+
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that requests may name."""
+
+    name: str
+    path: str  # its folder, on the machines of the ranks
+    digest: str  # of its files
+
+
+class LoadAdapter(Message, frozen=True):
+    """Front to driver: load an adapter, in the place of one of that name."""
+
+    name: str
+    path: str
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Front to driver: take no further requests for an adapter."""
+
+    name: str
+
+
+class Adapters(Message, frozen=True):
+    """Driver to front: all adapters that there are, after a change of the one of a `name`, or its `failure`."""
+
+    adapters: list[Adapter]
+    name: str
+    failure: str | None = None
 
 
 class Finish(Message, frozen=True):
@@ -41,6 +70,7 @@ class Resume(Message, frozen=True):
     """Front to driver: the first message. The requests of an earlier driver go on, and are submitted next."""
 
     ids: list[int]  # all that go on. The driver aborts all others.
+    adapters: list[Adapter] | None = None  # all that requests may name; None: those of the driver
     tenants: list[str] = []  # tenants whose outputs other replicas may have written already
 
 
@@ -78,6 +108,7 @@ class Facts(Message, frozen=True, kw_only=True):
     tokenizer: str  # JSON of the fast tokenizer that the driver uses
     special_tokens: dict[str, str] = {}  # bos_token, eos_token and so on, for chat templates
     chat_templates: dict[str, str] = {}  # Jinja source by name; "default" is the one without a name
+    adapters: list[Adapter] = []
     generation: dict[str, int | float] = {}
     """Numbers of the model's generation_config.json, such as temperature and top_p."""
 
@@ -120,8 +151,8 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-ToDriver = Resume | Submit | Abort | Finish | Stop
-ToFront = Hello | Loading | Facts | Stepped | Pulse | Refused
+ToDriver = Resume | Submit | Abort | Finish | LoadAdapter | UnloadAdapter | Stop
+ToFront = Hello | Loading | Facts | Stepped | Pulse | Adapters | Refused
 
 
 def is_ours(connected: socket.socket) -> bool:

@@ -13,7 +13,7 @@ import tyro
 from lpr.cli.config_file import defaults
 from lpr.cli.flags import read_flags
 from lpr.config import DecodeConfig, InputError
-from lpr.engine.options import EngineOptions
+from lpr.engine.options import EngineOptions, named_folders
 from lpr.fleet import options as fleet
 from lpr.fleet.options import FleetOptions
 from lpr.serve import limits
@@ -112,6 +112,8 @@ class ServeArgs:
     """PEM file with the certificate chain: serve HTTPS."""
     tls_key: Path | None = None
     """PEM file with its key, if that is not in the same file."""
+    allow_runtime_lora_updating: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Let every key load and unload LoRA adapters, from folders of this machine; needs keys."""
     access_log: bool = True
     """Write a line of JSON to stderr for every request."""
     otlp: str | None = None
@@ -164,6 +166,8 @@ def check(args: ServeArgs) -> None:
         raise InputError(f"--stream-interval {args.stream_interval:g} must be from 0 to {LONGEST_INTERVAL:g} ms")
     if args.tls_key is not None and args.tls_cert is None:
         raise InputError("--tls-key needs --tls-cert FILE.pem")
+    if taken := set(args.names).intersection(named_folders(args.engine.lora_modules)):
+        raise InputError(f"--lora-modules {min(taken)}: this is a name of the model itself")
     fleet.check(args.fleet, args.share_drafts)
     read_override(args.override_generation_config)
     if args.generation_config not in ("auto", "vllm"):

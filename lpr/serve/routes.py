@@ -63,7 +63,10 @@ class Routes:
             return False
         args = self._args
         defaults = read_defaults(args.generation_config, facts.generation, args.override_generation_config)
-        self.context.load(Served(facts, args.names, args.fim, self._template, defaults, args.tool_call_parser))
+        served = Served(facts, args.names, args.fim, self._template, defaults, args.tool_call_parser)
+        service = self.context.service
+        served.adapters = lambda: service.adapters or ()
+        self.context.load(served)
         return True
 
     async def close(self) -> None:

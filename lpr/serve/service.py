@@ -21,7 +21,23 @@ from lpr.serve.errors import ApiError
 from lpr.serve.inbox import Inbox
 from lpr.serve.jobs import Job, Jobs, acquit, blame
 from lpr.serve.mesh_state import MeshState
-from lpr.serve.messages import Facts, Finish, Hello, Load, Loading, Pulse, Refused, Resume, Stepped, ToDriver, ToFront
+from lpr.serve.messages import (
+    Adapter,
+    Adapters,
+    Facts,
+    Finish,
+    Hello,
+    Load,
+    LoadAdapter,
+    Loading,
+    Pulse,
+    Refused,
+    Resume,
+    Stepped,
+    ToDriver,
+    ToFront,
+    UnloadAdapter,
+)
 from lpr.serve.options import ServeArgs
 
 
@@ -42,6 +58,10 @@ class Service:
         """Called with an event of the ranks and its count: "rank_lost", "reform", "takeover", "restart", "poison"."""
         self.on_pause: Callable[[float], None] = lambda seconds: None
         """Called with the seconds for which running requests stood still."""
+        self.adapters: dict[str, Adapter] | None = None
+        """By name, what requests may name in the place of the model; None before a driver has told."""
+        self._changes: dict[str, asyncio.Future[str | None]] = {}
+        """By name of an adapter that the driver is changing: why it could not, or None."""
         self._send = send
         self._ids = itertools.count(1)
         self._jobs = Jobs()
@@ -143,6 +163,23 @@ class Service:
         elif job in self._jobs:
             self._end_as_stopped(job)
 
+    async def change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Let the ranks load or unload an adapter; raises ApiError if they cannot."""
+        self.check_ready()
+        if not self.mesh.up or message.name in self._changes:
+            why = self.ready_reason() or f"the adapter {message.name!r} is being changed already"
+            raise ApiError(ErrorCode.NO_MESH, why)
+        done = self._changes[message.name] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        try:
+            failure = await asyncio.wait_for(done, self._args.timeout)
+        except TimeoutError:
+            failure = "the ranks have not answered in time"
+        finally:
+            self._changes.pop(message.name, None)
+        if failure is not None:
+            raise ApiError(ErrorCode.BAD_REQUEST, failure)
+
     async def drained(self) -> None:
         await self._idle.wait()
 
@@ -166,12 +203,18 @@ class Service:
             self._pump()
         elif isinstance(message, Pulse):
             self._take_load(message.load)
+        elif isinstance(message, Adapters):
+            self.adapters = {each.name: each for each in message.adapters}
+            if (done := self._changes.get(message.name)) is not None and not done.done():
+                done.set_result(message.failure)
         elif isinstance(message, Loading):
             self.mesh.loading = message
         elif isinstance(message, Facts):
             if self.mesh.welcome(message):  # it takes requests: first those of the driver before
                 self._interrupted = []
-                self._send(Resume(list(self._jobs.held), self.tenants))
+                known = None if self.adapters is None else list(self.adapters.values())
+                self._send(Resume(list(self._jobs.held), known, self.tenants))
+                self.adapters = {each.name: each for each in message.adapters} if known is None else self.adapters
                 self._pump()
         elif isinstance(message, Refused):
             self.mesh.refused = message.reason
@@ -188,6 +231,9 @@ class Service:
             if self._interrupted and self._paused is None:
                 self._paused = self._active
         self.mesh.lost()
+        for done in self._changes.values():
+            if not done.done():
+                done.set_result("the ranks were lost meanwhile: try again")
         self._jobs.take_back()
         for job in list(self._jobs.held.values()):
             if job.is_complete:

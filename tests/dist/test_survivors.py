@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams
 from lpr.dist.comm import ProcessComm, is_driver
 from lpr.dist.rendezvous import Results
 from lpr.model.exact import check
+from tests.fakes.adapters import ATTENTION, merged, write_adapter
 from tests.fakes.elastic_world import ElasticWorld, Fault
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3, 9], list(range(10, 40)), [1, 2, 3, 1, 2]]
@@ -222,6 +224,45 @@ def test_replicas_join_a_running_mesh(
     world.join()
     assert texts(job) == expected
     assert max(job.widths) == 4 if fault is None else max(job.widths) >= 3, job.widths
+
+
+class AdaptedJob(JoinedJob):
+    """The driver loads an adapter, and every second request has it."""
+
+    folder: Path
+
+    def drive(self, engine: Engine, comm: ProcessComm) -> None:
+        self.drivers.append(number_of(comm))
+        loading = engine.load_adapter("a", self.folder)
+        while not loading.done():
+            self.step(engine, comm)
+        for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            if number not in self.delivered and number not in engine.requests:
+                engine.submit(prompt, params, id=number, adapter="a" if number % 2 else None)
+                self.step(engine, comm)
+        while not engine.is_idle:
+            self.step(engine, comm)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_adapters_outlive_ranks_and_reach_those_that_join(
+    llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int], tmp_path: Path, joins: bool
+) -> None:
+    """Ranks die while an adapter is loaded and later; others join while requests have it."""
+    folder = write_adapter(tmp_path, llama, [*ATTENTION, "up_proj"])
+    adapted = Engine.from_model(merged(llama, folder), decode=DECODE).generate(PROMPTS, PARAMS)
+    wanted = [adapted[number].token_ids if number % 2 else ids for number, ids in enumerate(expected)]
+    assert wanted != expected
+    faults = [None] if joins else [Fault(0, span[0] + index, index % 3, index > 5) for index in range(0, 9, 2)]
+    for fault in faults:
+        job = AdaptedJob(llama)
+        job.folder, job.joiners = folder, (3, 4) if joins else ()
+        world = job.world = ElasticWorld(3, *([fault] if fault is not None else []))
+        for replica in range(3):
+            world.start(replica, job)
+        world.join()
+        assert texts(job) == wanted, fault
+        assert max(job.widths) == 5 if fault is None else world.died == {fault.victim}
 
 
 class UnlikeJob(JoinedJob):

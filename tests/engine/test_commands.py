@@ -265,11 +265,13 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     costs.write_text(json.dumps(table.to_json()))
     given = {"dtype": "float32", "device": "cpu", "attention": "sdpa", "graphs": False, "compile": "on",
              "tp_backend": "deepspeed", "costs": costs, "prefix_reuse": False, "exact": True,
-             "revision": "abc", "kv_memory": 0.25, "swap_space": 2.5, "self_draft": "int8"}  # fmt: skip
+             "revision": "abc", "kv_memory": 0.25, "swap_space": 2.5, "self_draft": "int8",
+             "lora_modules": ("a=/x",), "enable_lora": True}  # fmt: skip
     assert set(given) == {field.name for field in fields(EngineOptions)}, "a new option needs a value here"
     flags = []
     for name, value in given.items():
         flag = name.replace("_", "-")
+        value = " ".join(value) if isinstance(value, tuple) else value
         flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     seen = []
 

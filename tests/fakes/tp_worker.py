@@ -144,6 +144,18 @@ def drafting_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     }
 
 
+def adapters_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Ids of a mixed batch of adapters, of which each rank has its part."""
+    folders = json.loads(case["adapters"])
+    engine = Engine.from_pretrained(
+        case["model"], DECODE, comm=comm, lora_modules=folders, exact=case["exact"] == "yes"
+    )
+    asked = [(name, prompt) for prompt in PROMPTS for name in (None, *folders)]
+    params = SamplingParams(max_new_tokens=16)
+    done = engine.generate([prompt for _, prompt in asked], params, adapter=[name for name, _ in asked])
+    return {"token_ids": [each.token_ids for each in done], "bytes": engine.model.bank.num_bytes}
+
+
 class Direct(Capturer):
     """Captures nothing, and runs each program where a GPU would capture it."""
 
@@ -238,7 +250,7 @@ def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: P
             try:
                 kinds = {
                     "load": load_only, "exact": exact_case, "ranks": exact_ranks_case, "trees": drafting_case,
-                    "compiled": compiled_case,
+                    "compiled": compiled_case, "adapters": adapters_case,
                 }  # fmt: skip
                 results[name] = kinds.get(name.partition("/")[0], run_case)(case, comm)
             except (InputError, DesyncError, CommError) as failure:

@@ -199,7 +199,7 @@ class PinnedProducts(Rewrite):
 
     def apply(self, module: nn.Module, found: int | None) -> None:
         owner, name = _multiplier(module)
-        setattr(owner, name, partial(_in_pieces, getattr(owner, name), limit=found))
+        setattr(owner, name, partial(in_pieces, getattr(owner, name), limit=found))
 
     def undo(self, module: nn.Module) -> None:
         owner, name = _multiplier(module)
@@ -211,7 +211,7 @@ def _multiplier(module: nn.Module) -> tuple[Any, str]:
     return (module.pack, "multiply") if isinstance(module, PrepackedLinear) else (module, "forward")
 
 
-def _in_pieces(multiply: Callable[[Tensor], Tensor], states: Tensor, limit: int | None = None) -> Tensor:
+def in_pieces(multiply: Callable[[Tensor], Tensor], states: Tensor, limit: int | None = None) -> Tensor:
     """`multiply` of `states` [..., D], in pieces of as many rows as agree, and of `limit` at most."""
     step, count = current_step(), states.shape[:-1].numel()
     if step is None or step.heights is None:

@@ -98,7 +98,8 @@ class DecoderLayer:
             return hidden_states
         step.computed = -1
         name = attention.config._attn_implementation
-        if self.run is not None and name in (NATIVE, NATIVE_EXACT) and isinstance(attention_mask, LayerRule):
+        is_known = name in (NATIVE, NATIVE_EXACT) and step.adapters is None  # of which that call knows nothing
+        if self.run is not None and is_known and isinstance(attention_mask, LayerRule):
             sides = [cache.layer_tensors.get(index) for index in self.run.layers]
             if None not in sides:
                 step.computed = self.run.layers[-1]

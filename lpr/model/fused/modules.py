@@ -90,10 +90,11 @@ def pack_of(*members: Any, device: str | None = None) -> Pack | None:
     A single layer on a GPU needs none before.
     """
     if len(members) == 1 and fit(members) and (device or members[0].weight.device.type) == "cuda":
-        return Pack(members)
+        members[0].pack = pack = Pack(members)  # where adapters find it
+        return pack
     if not all(isinstance(each, (PackedLinear, PrepackedLinear)) for each in members):
         return None
-    pack: Pack = members[0].pack
+    pack = members[0].pack
     is_whole = len(pack.sizes) == len(members) and all(each.pack is pack for each in members)
     return pack if is_whole and [each.place for each in members] == list(range(len(members))) else None
 

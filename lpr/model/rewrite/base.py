@@ -47,6 +47,7 @@ class Setting:
     tp: bool = False  # True if ranks share the weights
     has_head: bool = False  # True if a prediction head is to guess from hidden states
     compile: str = "off"  # "on", "off" or "auto"
+    adapters: bool = False  # True if adapters are loaded at start or may be later
     uncaptured: str | None = None  # the reason why steps are not captured, which only compiled steps need
     shards: Shards | None = None
 
@@ -54,6 +55,7 @@ class Setting:
     def modes(self) -> set[str]:
         """Names of conflicts that hold here, whatever is rewritten."""
         asked = {"tp": self.tp, "exact": self.exact, "draft head": self.has_head, "foreign": not self.is_ours}
+        asked["adapters"] = self.adapters
         return {name for name, holds in asked.items() if holds} | {f"compile={self.compile}", self.device.type}
 
 

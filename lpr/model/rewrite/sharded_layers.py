@@ -31,9 +31,13 @@ class ReducedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The whole output [..., outputs] for this rank's part [..., inputs / ranks]."""
-        product = F.linear(input, self.weight)
+        product = self.multiply(input)
         dist.all_reduce(product, group=self.group)
         return product if self.bias is None else product + self.bias
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return F.linear(input, self.weight)
 
 
 class VocabularyEmbedding(nn.Embedding):

@@ -70,6 +70,7 @@ CONFLICTS = (
     Conflict((MergedLinear, *_FUSED), "exact", "exact mode replaces the modules' products", only="cuda"),
     Conflict(_FUSED, "compile=on", "a compiler that is asked for fuses what lies between products", only="cuda"),
     Conflict((CompiledModel,), "exact", "compile adds in an order that the compiler chooses: it cannot be exact"),
+    Conflict((CompiledModel,), "adapters", "compiled steps have no adapters: use compile='off'"),
     Conflict((CompiledModel,), "draft head", "compile='on' does not go with a prediction head: use --draft-heads off"),
     Conflict((CompiledModel,), "foreign", "the program may call the model too", only="compile=auto"),
     Conflict((CompiledModel,), DecoderLayers, "whole layers are computed by few calls", only="compile=auto"),

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 import lpr
 from lpr.protocol import ErrorCode
-from lpr.serve.api import chat, completions, infill, info, messages, responses
+from lpr.serve.api import adapters, chat, completions, infill, info, messages, responses
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Guard, Keys
 from lpr.serve.api.parsing import Parser, kinds_of
@@ -43,6 +43,8 @@ def build(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIAp
     """The application of `context`, which needs one of `keys` if there are any."""
     routers = [completions.router, chat.router, responses.router, messages.router, infill.router]
     routers += [info.router, info.health]
+    if args.allow_runtime_lora_updating:
+        routers.append(adapters.router)
     if args.metrics_port is None:
         routers.append(info.measuring)
     parser = Parser(context.checks, kinds_of(routers), context.names_prefix)

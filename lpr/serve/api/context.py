@@ -175,11 +175,17 @@ class Context:
         wanted: Sequence[Submit],
         scored: Sequence[Submit] = (),
         limits: Callable[[], TextLimit] | None = None,
+        model: str | None = None,
     ) -> Generation:
-        """Accept the texts that a request wants, as its key and its body have them treated. Raises ApiError."""
-        key = key_name(request)
+        """Accept the texts that a request wants, as its key and its body have them treated. Raises ApiError.
+
+        The `model` is that of `body`, if there is one.
+        """
+        key, named = key_name(request), self.ready().check_model(model if body is None else body.model)
+        adapter = (self.service.adapters or {}).get(named)
         common: dict[str, Any] = {"share": key, "weight": self.service.weights.get(key, 1.0)}
         common |= {"tenant": self.tenant(request), "learns": self.share_drafts != "none"}
+        common["adapter"] = adapter.digest if adapter is not None else ""
         if body is not None:
             common["priority"] = max(-PRIORITY.most, min(PRIORITY.most, body.priority))
         details = body is not None and bool(body.return_sources)

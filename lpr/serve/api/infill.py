@@ -78,7 +78,7 @@ async def infill(body: InfillBody, request: Request) -> Response:
     params = _params(served, body, min(max(1, count), served.most(len(ids))))
     wanted = spread(Submit.of(ids, params), 1 if body.n_predict == 0 else body.n_cmpl)
     generation = context.generation(
-        request, None, wanted, limits=lambda: LineLimit(body.n_indent, body.t_max_predict_ms).take
+        request, None, wanted, model=body.model, limits=lambda: LineLimit(body.n_indent, body.t_max_predict_ms).take
     )
     known, fields = {"model": model, "truncated": truncated, "id_slot": body.id_slot}, body.response_fields
     # No answer has more than one level of objects.

@@ -33,9 +33,9 @@ measuring = APIRouter()  # what Prometheus asks
 @router.get("/v1/models", summary="The served models")
 @router.get("/models", include_in_schema=False)
 async def models(request: Request) -> dict[str, Any]:
-    """List every name under which the model is served."""
+    """List every name under which the model is served, and its adapters."""
     served = context_of(request).ready()
-    return {"object": "list", "data": [_model(served, name) for name in served.names]}
+    return {"object": "list", "data": [_model(served, name) for name in (*served.names, *served.adapters())]}
 
 
 @router.get("/v1/models/{model:path}", summary="One served model")
@@ -53,7 +53,7 @@ def _model(served: Served, name: str) -> dict[str, Any]:
         "created": served.created,
         "owned_by": "lpr",
         "root": name,
-        "parent": None,
+        "parent": None if name in served.names else served.names[0],
         "max_model_len": facts.max_length,
         "lpr": {
             "mesh": {"lp": facts.lp, "tp": facts.tp},

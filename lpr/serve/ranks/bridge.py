@@ -25,7 +25,20 @@ from lpr.engine.request import Request
 from lpr.engine.trie_file import check_writable, read_trie, trie_path
 from lpr.model.loader import bundled_model
 from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Stop, Submit
-from lpr.serve.messages import Facts, Finish, Load, Loading, Pulse, Resume, Stepped, ToDriver
+from lpr.serve.messages import (
+    Adapter,
+    Adapters,
+    Facts,
+    Finish,
+    Load,
+    LoadAdapter,
+    Loading,
+    Pulse,
+    Resume,
+    Stepped,
+    ToDriver,
+    UnloadAdapter,
+)
 from lpr.serve.options import ServeArgs
 from lpr.serve.ranks import ORIGIN, SOCKET
 from lpr.serve.ranks.line import PULSE_EVERY, FrontGoneError, Line
@@ -47,7 +60,9 @@ def run(args: ServeArgs, line: Line | None) -> None:
     with join(world, device, args.timeout, args.tp, args.load_timeout) as comm:
         _tell(line, "loading the model", 2)
         model = args.model or bundled_model()
-        engine = Engine.from_pretrained(model, args.decode, replace(args.engine, device=device), comm=comm)
+        enabled = args.engine.enable_lora or args.allow_runtime_lora_updating
+        options = replace(args.engine, device=device, enable_lora=enabled)
+        engine = Engine.from_pretrained(model, args.decode, options, comm=comm)
         # Without this, each full garbage collection walks a million objects that stay, in the middle of some step.
         gc.freeze()
         if line is not None:
@@ -145,6 +160,8 @@ class EngineBridge(StepHooks):
         self._new: dict[int, Submit] = {}  # requests that are not submitted yet
         self._compiling: dict[int, Future[Any]] = {}
         """Grammars of some of these, without which a step would wait for them."""
+        self._changes: dict[str, Future[None]] = {}
+        """By name, adapters that the ranks are about to load or unload."""
         self._num_steps = 0
         self._ready: list[Chunk] = []  # chunks outside steps, to be sent with the next ones
         self._advanced: list[Request] = []
@@ -185,17 +202,43 @@ class EngineBridge(StepHooks):
                     self.engine.abort(request)
             elif isinstance(message, Finish):
                 self._finish(message)
+            elif isinstance(message, LoadAdapter | UnloadAdapter):
+                self._change(message)
             else:
                 self._resume(message)
         num_read = 0
         self._compiling = {id: each for id, each in self._compiling.items() if id in self._new and not each.done()}
-        for id in [id for id in self._new if id not in self._compiling]:
+        self._tell_changes()
+        for id in [id for id in self._new if id not in self._compiling] if not self._changes else ():
             if num_read >= MOST_READ:
                 break
             message = self._new.pop(id)
             num_read += len(message.token_ids) - message.num_prompt
             self._ready += self._submit(message)
         return True
+
+    def _change(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Load or unload an adapter; the requests that come next wait for it."""
+        name, engine = message.name, self.engine
+        try:
+            done = (
+                engine.load_adapter(name, message.path)
+                if isinstance(message, LoadAdapter)
+                else engine.unload_adapter(name)
+            )
+        except InputError as failure:
+            done = Future()
+            done.set_exception(failure)
+        self._changes[name] = done
+
+    def _tell_changes(self) -> None:
+        """Tell the front what has become of adapters."""
+        if not all(done.done() for done in self._changes.values()):  # the front forgets what is not there yet
+            return
+        for name, done in self._changes.items():
+            failure = done.exception()
+            self._line.send(Adapters(adapters_of(self.engine), name, None if failure is None else str(failure)))
+        self._changes.clear()
 
     def begin_step(self) -> None:
         """Tell the front which requests have got a slot, before a step that may be the last of the ranks."""
@@ -217,7 +260,7 @@ class EngineBridge(StepHooks):
     @property
     def _patience(self) -> float:
         """Seconds to wait for the front's next message."""
-        if len(self._new) > len(self._compiling) or not self.engine.is_idle:
+        if self._changes or len(self._new) > len(self._compiling) or not self.engine.is_idle:
             return 0.0
         return COMPILING_EVERY if self._compiling else PULSE_EVERY if self._is_idle else 0.0
 
@@ -265,7 +308,7 @@ class EngineBridge(StepHooks):
             yield Chunk(id, [], "", "error", Failure(ErrorCode.GENERATION_FAILED, str(failure)))
             return
         if self._drafts is not None:
-            self._drafts.follow(message.tenant)
+            self._drafts.follow(request.tenant)
         self._open[id] = request
         if request.num_output:
             yield request.resend(len(message.token_ids) - message.num_prompt)
@@ -285,6 +328,14 @@ class EngineBridge(StepHooks):
         if self._drafts is not None:
             for tenant in message.tenants:
                 self._drafts.follow(tenant)
+        if message.adapters is not None:  # of ranks that are gone
+            there, named = adapters_of(self.engine), {each.name for each in message.adapters}
+            for adapter in message.adapters:
+                if adapter not in there:
+                    self._change(LoadAdapter(adapter.name, adapter.path))
+            for adapter in there:
+                if adapter.name not in named:
+                    self._change(UnloadAdapter(adapter.name))
         wanted = set(message.ids)
         for request in list(self.engine.requests.values()):
             if request.id not in wanted:
@@ -310,6 +361,11 @@ class EngineBridge(StepHooks):
             num_swapped_pages=swapped,
             num_swapped=(moved[0], moved[1]),
         )
+
+
+def adapters_of(engine: Engine) -> list[Adapter]:
+    """The adapters that requests may name."""
+    return [Adapter(each.name, each.path, each.digest) for each in engine.replica.adapters.names.values()]
 
 
 def epoch_of(comm: Comm) -> int:
@@ -344,6 +400,7 @@ def facts_of(engine: Engine, model: str) -> Facts:
         tokenizer=backend.to_str(),
         special_tokens={name: str(value) for name, value in special.items() if value is not None},
         chat_templates=dict(templates),
+        adapters=adapters_of(engine),
         generation=_generation(engine.model.model),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -62,6 +62,8 @@ class Served:
         self.facts = facts
         self._defaults = {"temperature": 1.0, **(defaults or {})}
         self.names = tuple(names)
+        self.adapters: Callable[[], Iterable[str]] = tuple
+        """Names of the adapters that there are now."""
         self.created = int(time.time())
         self.tokens = Tokens(facts.tokenizer)
         self.filler: Filler | None = filler(self.tokens, fim) if fim != "none" else None
@@ -82,8 +84,8 @@ class Served:
         """The name to answer with; raises ApiError for a model that is not served."""
         if not name or name == self.facts.model:  # as --model has it, which may be a path
             return self.names[0]
-        if name not in self.names:
-            served = ", ".join(self.names)
+        if name not in self.names and name not in self.adapters():
+            served = ", ".join([*self.names, *self.adapters()])
             message = f"the model {name!r} is not served here; {served} is"
             raise ApiError(ErrorCode.MODEL_NOT_FOUND, message, "model")
         return name

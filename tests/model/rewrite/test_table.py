@@ -176,13 +176,25 @@ def test_layers_before_their_products_are_not_found() -> None:
 
 
 def test_conflicts_name_what_is_in_the_list() -> None:
-    modes = {"tp", "exact", "draft head", "foreign", "compile=on", "compile=auto", "compile=off", "cuda", "cpu"}
+    modes = {
+        "tp",
+        "exact",
+        "adapters",
+        "draft head",
+        "foreign",
+        "compile=on",
+        "compile=auto",
+        "compile=off",
+        "cuda",
+        "cpu",
+    }
     for each in CONFLICTS:
         assert set(each.losers) <= set(BY_TYPE) and each.reason and "\n" not in each.reason
         assert each.winner in modes if isinstance(each.winner, str) else each.winner in BY_TYPE
         assert not each.only or each.only in modes
         assert each.unless is None or each.unless in BY_TYPE
-    assert Setting(GPU, is_ours=False, exact=True, tp=True, has_head=True, compile="on").modes == modes - {
+    asked = dict.fromkeys(("exact", "tp", "has_head", "adapters"), True)
+    assert Setting(GPU, is_ours=False, compile="on", **asked).modes == modes - {
         "compile=auto", "compile=off", "cpu",
     }  # fmt: skip
 

@@ -1,0 +1,58 @@
+"""Loading an adapter into a model that evaluates steps, and the check that it adds there what PEFT would add."""
+
+from __future__ import annotations
+
+import torch
+
+from lpr.config import InputError
+from lpr.model.kv_cache import KVCache
+from lpr.model.lora.bank import SlotAdapters
+from lpr.model.lora.files import LoraFiles
+from lpr.model.runner import TreeModel
+from lpr.model.self_check import difference, tolerance_of
+from lpr.model.step_inputs import Row
+
+_TOKENS, _PARENTS, _POSITIONS = (1, 2, 3, 4), (-1, 0, 0, 2), (0, 1, 1, 2)
+_PATHS = (0, 1), (0, 2, 3)
+
+
+def load_lora(runner: TreeModel, files: LoraFiles) -> None:
+    """Take an adapter; raises InputError for one that does not fit. `check_lora` comes next."""
+    if runner.compiled is not None:
+        raise InputError("steps are compiled here, and know no adapters: start with --enable-lora or --compile off")
+    if runner.exact and runner.device.type == "cpu" and not runner.bank.is_native:
+        raise InputError("exact mode with adapters needs lpr's extension, and float32 or bfloat16")
+    runner.bank.add(files)
+    runner.forget_adapters()
+
+
+def unload_lora(runner: TreeModel, digest: str) -> None:
+    """Forget an adapter that no request has."""
+    runner.bank.remove(digest)
+    runner.forget_adapters()
+
+
+def check_lora(runner: TreeModel, digest: str) -> None:
+    """Raise InputError unless a tree's logits are those of plain forwards, for which each layer adds by the definition.
+
+    The ranks that share the weights of a model call this together.
+    """
+    bank, adapter = runner.bank, runner.adapter
+    place, cache = bank.places[digest], KVCache(2, 32)
+    cache.adapters = SlotAdapters(bank, {1: place})
+    rows = [Row(slot, 0, _TOKENS, _PARENTS, _POSITIONS, len(_TOKENS)) for slot in (0, 1)]
+    with adapter.lock:
+        logits, plain = adapter.logits(rows, cache, packed=adapter.packed).float().chunk(2)[::-1]
+        for path in _PATHS:
+            tokens = torch.tensor([[_TOKENS[node] for node in path]], device=adapter.device)
+            with torch.no_grad():
+                without = adapter.model(input_ids=tokens, use_cache=False).logits[0].float()
+                with bank.for_all_rows(place):
+                    expected = adapter.model(input_ids=tokens, use_cache=False).logits[0].float()
+            for found, wanted in ((logits, expected), (plain, without)):
+                if not (error := difference(found[list(path)], wanted)) <= tolerance_of(adapter):
+                    raise InputError(
+                        f"this model does not compute its layers as adapters need: logits differ by {error:.1e}"
+                    )
+    if (name := bank.uncalled(place)) is not None:
+        raise InputError(f"this model computes {name} in a way that adapters do not know")
