@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lpr.model.recurrent.scans import Path, Written
-from lpr.model.recurrent.tree import Tree
+from lpr.model.recurrent.scans import Written
+from lpr.model.recurrent.tree import Path, Tree
 from lpr.model.step_inputs import Row, StepInputs
 from lpr.model.transfer import to_device
 
