@@ -113,7 +113,7 @@ class States:
         return self.kernels is not None
 
     @property
-    def _is_exact(self) -> bool:
+    def is_exact(self) -> bool:
         """True if the current step is one of exact mode."""
         return self._step is not None and self._step.heights is not None
 
@@ -160,7 +160,7 @@ class States:
         return self._along(
             x,
             weight.shape[1],
-            lambda part, before, tree: convolve(part, before, tree, weight, bias, activation, self._is_exact),
+            lambda part, before, tree: convolve(part, before, tree, weight, bias, activation, self.is_exact),
         )
 
     def windows(self, x: Tensor, width: int) -> Tensor:
@@ -198,7 +198,7 @@ class States:
             pieces, written = [], None
             if layout.split:
                 chain = [each[:, : layout.split] for each in parts]
-                if self._is_exact:
+                if self.is_exact:
                     out, walked = walk(rule.enter, chain, state, layout.chains, layout.pads)
                     state = walked.after(state)
                 else:
@@ -207,7 +207,7 @@ class States:
             if layout.width > layout.split:
                 tail, pads = [each[:, layout.split :] for each in parts], layout.pads - layout.split
                 scanned = (tail, state, layout.tree)
-                out, written = walk(rule.enter, *scanned, pads) if self._is_exact else rule.scan(*scanned)
+                out, written = walk(rule.enter, *scanned, pads) if self.is_exact else rule.scan(*scanned)
                 pieces.append(out)
             layout.kept[site] = state, written
             outputs.append(torch.cat(pieces, 1))

@@ -103,7 +103,9 @@ class World:
         return worst, worst_state
 
 
-def linear(world: World, kind: str, dim: int, dim_v: int, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+def linear(
+    world: World, kind: str, dim: int, dim_v: int, dtype: torch.dtype = torch.float32, exact: bool = False
+) -> tuple[float, float]:
     """Differences from the torch forms for a rule, with 2 heads that share a key (1 with decay per channel)."""
     heads = 1 if kind == "per channel" else 2
     shape = len(world.trees), 47
@@ -116,7 +118,7 @@ def linear(world: World, kind: str, dim: int, dim_v: int, dtype: torch.dtype = t
         options = Options(rate=rate, bias=skip, softplus=True, limits=(0.1, 1.5), skip=skip)
     given = None if kind == "ssd" else decay
     out, advance = scan_kernel.linear_scan(
-        query, key, value, given, beta, states, world.places, nothing, options
+        query, key, value, given, beta, states, world.places, nothing, options, exact
     )  # fmt: skip
 
     def expected(row: int, real: slice, state: Tensor, tree: Tree) -> Any:
@@ -147,6 +149,40 @@ def test_linear_attention(kind: str, dim: int, dim_v: int, with_trunk: bool) -> 
 def test_inputs_in_bfloat16() -> None:
     outputs, states = linear(World.make(), "delta", 32, 16, torch.bfloat16)
     assert outputs < 0.02 and states < 1e-5, "states are float32"
+
+
+@pytest.mark.parametrize("kind", ["delta", "ssd", "per channel"])
+def test_exact_linear_attention(kind: str) -> None:
+    assert max(linear(World.make(), kind, 16, 24, exact=True)) < 1e-5 * 4
+
+
+def walked(parents: Sequence[int], inputs: Sequence[Tensor], state: Tensor, trunk: int = 0) -> tuple[Tensor, Any]:
+    """Outputs of a tree of one row, and the advance of `state` [1, H, K, V]."""
+    mask = build_mask([parents], [1], torch.zeros(1, len(parents), dtype=torch.int64), DEVICE)
+    slots, trunks = (torch.tensor([each], dtype=torch.int32, device=DEVICE) for each in (0, trunk))
+    places = scan_kernel.place(mask, slots, trunks)
+    options = Options(solve=True, norm=True, scale=0.3)
+    return scan_kernel.linear_scan(*inputs, state, places, nothing, options, exact=True)
+
+
+def test_exact_linear_attention_has_the_bits_of_single_entries() -> None:
+    """In a tree, with a trunk and without, and behind a state that has advanced along a path or entry by entry."""
+    torch.manual_seed(0)
+    parents = [*CHAIN, 32, 32, 33, 34, 34, 36]
+    shape = 1, len(parents)
+    inputs = [normal(*shape, 1, 16), normal(*shape, 1, 16), normal(*shape, 2, 24), -torch.rand(*shape, 2).to(DEVICE)]
+    inputs.append(torch.rand(*shape, 2).to(DEVICE))
+    state, last = normal(1, 2, 16, 24), torch.tensor([38], dtype=torch.int32, device=DEVICE)
+    single, ended = state.clone(), [state.clone(), state.clone()]
+    outputs = [walked(parents, inputs, each, trunk) for each, trunk in zip(ended, (0, 2), strict=True)]
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    for _, advance in outputs:
+        advance(last)
+    for entry in [*range(33), 34, 36, 38]:
+        out, advance = walked([-1], [each[:, entry : entry + 1] for each in inputs], single)
+        assert torch.equal(out[0, 0], outputs[0][0][0, entry])
+        advance(torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    assert torch.equal(ended[0], single) and torch.equal(ended[1], single)
 
 
 def test_equal_keys_along_a_chain_keep_their_digits() -> None:
