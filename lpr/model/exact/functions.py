@@ -54,6 +54,8 @@ class FixedFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As of TorchFunctionMode."""
         kwargs = kwargs or {}
+        if current_step() is None:  # an interrupt may have left the mode on
+            return func(*args, **kwargs)
         if func in ELEMENTWISE:
             return _in_whole_vectors(partial(func, **kwargs), *args)
         if func is _linear:

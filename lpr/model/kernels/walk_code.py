@@ -35,7 +35,7 @@ def walk_tree(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SOLVE: tl.constexpr, PER_CHANNEL: tl.constexpr,
     NORM: tl.constexpr, HAS_RATE: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """All entries of one row, for BLOCK_V values of one head. `scratch` [B, num_kept, H, K, V] has the tree's states."""
+    """All entries of one row, for BLOCK_V values of one head. `scratch` [B, num_kept, H, K, V] has states of a tree."""
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     num_entries = tl.load(entries_at + batch)
