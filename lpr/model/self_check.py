@@ -131,6 +131,11 @@ def _check(adapter: Adapter) -> KVCache:
             f"model type {name!r} cannot run a token tree: its logits differ from sequential evaluation by {error:.1e} "
             f"of their range (at most {tolerance:.0e}); probably {_probable_cause(adapter.model)}"
         )
+    if any(getattr(module, "time_step_limit", (0, 0))[0] > 0 for module in adapter.model.modules()):
+        logger.warning(
+            "the step sizes of its Mamba layers have a least value, which transformers' forward keeps to and its generate "
+            "leaves out after the prompt: ids are those of the forward"
+        )
     return cache
 
 

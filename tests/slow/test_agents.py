@@ -1,4 +1,4 @@
-"""Agents on a small hybrid model: 500 calls with tools and grammars, each with plain decoding's tokens, in exact mode."""
+"""Agents on a small hybrid model: 500 calls with tools and grammars, each with the tokens of plain decoding."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from dev.families import tiny_model
+from dev.families import tiny_config, tiny_model
 from dev.family_table import FAMILIES
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.engine.request import Request
@@ -434,6 +434,22 @@ def test_memory_of_a_tree_of_512_nodes_is_bounded(kind: str, monkeypatch: pytest
     torch.testing.assert_close(in_parts, run(96)[0])
     monkeypatch.setattr(scans, "MOST_VALUES", 1 << 14)
     torch.testing.assert_close(in_parts, run(96)[0])
+
+
+def test_a_least_step_size_holds_for_every_token(caplog: pytest.LogCaptureFixture) -> None:
+    """As in transformers' forward; its generate (5.24) keeps to it in the prompt alone, so that its ids may differ."""
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(tiny_config(BY_NAME["nemotron_h"]), dtype=torch.float32).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=1.6 * weight.shape[-1] ** -0.5)
+    model.generation_config.eos_token_id = None
+    prompt = [(7 * i + i * i) % 89 + 2 for i in range(19)]
+    engine = Engine.from_model(model, decode=DecodeConfig(**DECODE))
+    assert "ids are those of the forward" in caplog.text
+    found = engine.generate([prompt], SamplingParams(max_new_tokens=40))[0].token_ids
+    logits = model(torch.tensor([prompt + found]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == found
 
 
 EXACT = [("qwen3_next", torch.bfloat16), ("jamba", torch.float16), ("granitemoehybrid", torch.float32)]
