@@ -133,8 +133,8 @@ def _check(adapter: Adapter) -> KVCache:
         )
     if any(getattr(module, "time_step_limit", (0, 0))[0] > 0 for module in adapter.model.modules()):
         logger.warning(
-            "the step sizes of its Mamba layers have a least value, which transformers' forward keeps to and its generate "
-            "leaves out after the prompt: ids are those of the forward"
+            "the step sizes of its Mamba layers have a least value, which transformers' forward keeps to and its "
+            "generate leaves out after the prompt: ids are those of the forward"
         )
     return cache
 
