@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from tests.fakes.again import again
+from tests.fakes.compared import SHAPES
 from tests.model.exact.test_check import DTYPES
 from tests.model.recurrent import test_recurrent as fast
 
@@ -20,6 +21,8 @@ test_states_after_many_rejected_branches = again(
 )
 test_half_precision = again(fast.test_half_precision, "name", ["jamba", "deepseek_v32"])
 test_exact_bits = again(fast.test_exact_bits, "name, dtype", [*product(fast.KINDS, DTYPES)], without=fast.EXACT)
-test_exact_bits_of_every_way_to_decode = again(
-    fast.test_exact_bits_of_every_way_to_decode, "name", ["granitemoehybrid", "lfm2", "mamba2"]
+test_exact_bits_of_ways_to_decode = again(
+    fast.test_exact_bits_of_ways_to_decode,
+    "name, ways",
+    [(name, tuple(SHAPES)) for name in ("qwen3_next", "granitemoehybrid", "lfm2", "mamba2")],
 )

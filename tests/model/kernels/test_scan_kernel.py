@@ -388,7 +388,7 @@ def test_an_engine_emits_the_same_ids(name: str, few_heads: None, monkeypatch: p
     assert engine.model.cache is not None and engine.model.cache.states.kernels is not None
 
 
-@pytest.mark.parametrize("name", ["olmo_hybrid", "mamba2"])
+@pytest.mark.parametrize("name", ["olmo_hybrid"])
 def test_exact_bits_by_kernels(name: str, few_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of logits, in pieces of a text and in a tree whose branches come between its nodes."""
     monkeypatch.setattr("lpr.model.recurrent.states.KERNEL_DEVICES", ("cuda", "cpu"))
