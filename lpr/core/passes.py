@@ -15,28 +15,20 @@ from math import exp, frexp
 
 from lpr.core.step_times import StepTimes
 
-MOST_PASSES = 8
-"""Passes after a step at most."""
-NUM_OCTAVES = 16
-"""Octaves of odds above 1 that are counted apart."""
-TRUSTED, MEMORY = 4.0, 400.0
-"""Trials that the first estimate of an octave counts for, and most that count at all."""
+MOST_PASSES = 8  # passes after a step at most
+NUM_OCTAVES = 16  # octaves of odds above 1 that are counted apart
+TRUSTED, MEMORY = 4.0, 400.0  # trials that the first estimate of an octave counts for, and most that count at all
 FIRST = [round(1 / (1 + exp(-1.1 * octave)), 3) for octave in range(NUM_OCTAVES)]
 """The first estimates, as 8 bits of SmolLM2-135M have them."""
-RATE_MEMORY = 0.97
-"""What a step still counts for after the next one."""
-FIRST_STEPS = 4
-"""Plain steps that count before the first one, where the times of steps are known."""
-PROBE = 0.004
-"""Part of all time that passes may take while none is expected to pay."""
+RATE_MEMORY = 0.97  # what a step still counts for after the next one
+FIRST_STEPS = 4  # plain steps that count before the first one, where the times of steps are known
+PROBE = 0.004  # part of all time that passes may take while none is expected to pay
 EARLY_PROBES = 16
 """Passes that are tried sooner, the first one this many times as soon: what the first passes took may be wrong."""
-LEAST_TEXT = 0.4
-"""Path probability of a token of the text below which a pass does not evaluate it."""
+LEAST_TEXT = 0.4  # path probability of a token of the text below which a pass does not evaluate it
 FASTER, SLOWER = 0.7, 0.05
 """Weights of a pass that took less or more than those before: other programs make passes longer, none shorter."""
-MOST_SURPRISE = 3.0
-"""Most by which the first pass of a size counts for longer than others let expect."""
+MOST_SURPRISE = 3.0  # most by which the first pass of a size counts for longer than others let expect
 FADING = 0.995
 """What is left of the time of a pass when one did not pay by it: a disturbed one is not believed for ever."""
 
@@ -47,8 +39,7 @@ class Agreement:
 
     right: list[float] = field(default_factory=lambda: [TRUSTED * first for first in FIRST])
     tried: list[float] = field(default_factory=lambda: [TRUSTED] * NUM_OCTAVES)
-    mean: float = 0.95
-    """Of all proposals of late."""
+    mean: float = 0.95  # of all proposals of late
 
     def of(self, share: float) -> float:
         """The estimate for a proposal of such a share."""
@@ -175,5 +166,4 @@ def octave_of(share: float) -> int:
 
 
 def size_of(count: int) -> int:
-    """The next power of two: numbers that count together."""
     return 1 << (count - 1).bit_length()

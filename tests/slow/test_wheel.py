@@ -47,11 +47,11 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
     home = folder / "environment"
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
-    run([python, "-m", "pip", "install", "--no-deps", "--no-index", wheel], folder)
     (packages,) = (home / "lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LPR_"))}
     environment = {**variables, "PATH": str(home / "bin"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    run([python, "-m", "pip", "install", "--no-deps", "--no-index", wheel], folder, environment)
     empty = folder / "empty"
     empty.mkdir()
     return python, environment, empty

@@ -26,16 +26,12 @@ from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.sharded_layers import local
 from lpr.model.step_inputs import Heights
 
-HEIGHT = 64
-"""Rows of every product on a GPU, which reads weights for about as long as it multiplies 64 rows by them."""
-MOST_FILLED = 16
-"""Rows to which a step may be padded, so that its products round as those of more rows do."""
-_LEAST_RANGE = 4
-"""Heights that agree may be fewer by chance, and then a row's place in the product matters."""
+HEIGHT = 64  # rows of every product on a GPU, which reads weights for about as long as it multiplies 64 rows by them
+MOST_FILLED = 16  # rows to which a step may be padded, so that its products round as those of more rows do
+_LEAST_RANGE = 4  # heights that agree may be fewer by chance, and then a row's place in the product matters
 _HEIGHTS = (*range(1, 34), 40, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512)
 _MOST_ROWS = 513
-MOST_LOGITS = 66
-"""Rows of the output head that are tried: few steps have more results."""
+MOST_LOGITS = 66  # rows of the output head that are tried: few steps have more results
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
