@@ -73,6 +73,9 @@ class FixedFunctions(TorchFunctionMode):
     def _multiply(self, func: Callable[..., Tensor], states: Tensor, weight: Tensor, *bias: Any) -> Tensor:
         if type(weight) not in (Tensor, nn.Parameter):  # split over ranks, in a layer of PyTorch's
             return func(states, weight, *bias)
+        if states.dim() == weight.dim() > 2 and states.shape[-1] <= NARROW:  # each token by a matrix of its own
+            parts = zip(states.float().split(1, -1), weight.float().split(1, -2), strict=True)
+            return sum((one * row for one, row in parts), torch.zeros(())).to(states.dtype)
         is_linear = getattr(func, "func", func) is _linear
         size = weight.shape[::-1] if is_linear else weight.shape
         if is_linear and len(weight) <= NARROW:
