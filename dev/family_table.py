@@ -97,6 +97,7 @@ _SPARSE = "DeepSeek V3.2, GLM-5, MiniMax-M3, Hunyuan v4, A.X-K2, dots3"
 _INDEXER = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 16}
 _SHARED = {"indexer_types": ["full", "shared"], **_INDEXER}
 _TEMPERATURE = "temperature by position (shim)"
+_LEAST_STEP = "a least step size as in its forward, which transformers' generate leaves out behind the prompt"
 _ALIBI = "its ALiBi bias counts cache rows"
 
 
@@ -205,10 +206,11 @@ FAMILIES: list[Family] = [
     *works(_STATE_SPACE, "mamba2", num_heads=8, head_dim=16, expand=2, n_groups=2, state_size=8),
     *works(_HYBRIDS, "jamba", attn_layer_period=2, attn_layer_offset=1),
     *works(_HYBRIDS, "bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=8),
-    *works(_HYBRIDS, "zamba", "zamba2", layers_block_type=["mamba", "hybrid"]),
+    *works(_HYBRIDS, "zamba", layers_block_type=["mamba", "hybrid"]),
+    *works(_HYBRIDS, "zamba2", note=_LEAST_STEP, layers_block_type=["mamba", "hybrid"]),
     *works(_HYBRIDS, "falcon_h1", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_d_ssm=128),
     *works(_HYBRIDS, "granitemoehybrid", layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=8),
-    *works(_HYBRIDS, "nemotron_h", mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8),
+    *works(_HYBRIDS, "nemotron_h", note=_LEAST_STEP, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8),
     *works(_HYBRIDS, "olmo_hybrid"),
     *works(_HYBRIDS, "kimi_linear", layer_types=_HYBRID, linear_num_heads=4, linear_head_dim=8),
     *works(_HYBRIDS, "bailing_hybrid", layer_types=_HYBRID),

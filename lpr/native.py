@@ -94,6 +94,9 @@ PagedAttention: Callable[..., Any] | None = getattr(_extension, "PagedAttention"
 attend_in_order: Callable[..., None] | None = getattr(_extension, "attend_in_order", None)
 """Exact attention (lpr.model.attention.in_order); without the extension torch does it, in another order."""
 
+walk_linear: Callable[..., None] | None = getattr(_extension, "walk_linear", None)
+"""Exact scans (lpr.model.recurrent.in_order); without the extension torch does them, with other bits."""
+
 rms_norm: Callable[..., None] | None = getattr(_extension, "rms_norm", None)
 rotate: Callable[..., None] | None = getattr(_extension, "rotate", None)
 gate: Callable[..., None] | None = getattr(_extension, "gate", None)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lpr.model.attention.backends import Reads, attention_configs, choose
 from lpr.model.exact import check
+from lpr.model.exact.functions import FixedFunctions
 from lpr.model.families import is_recurrent
 from lpr.model.graph_inputs import packed_inputs
 from lpr.model.input_builder import build_inputs, build_page_inputs
@@ -64,6 +65,7 @@ class Adapter:
         self.exact = exact
         self.heights: check.Heights | None = None
         """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
+        self._functions: FixedFunctions | None = None
         self._share_heights = share_heights
         self._layer_rules: dict[int | None, Any] = {}
         self.may_fall_back = attention == "auto"
@@ -109,8 +111,6 @@ class Adapter:
         """Prepare exact mode; why it cannot be, as far as that is known without a forward, or None."""
         if self.device.type != "cpu" and not self.reads_bits:
             return f"on a GPU attention={self.attention!r} adds in the order of cache rows; use 'triton'"
-        if is_recurrent(self.model):
-            return "its recurrent layers add a chain in another order than single tokens"
         reason = check.refusal(self.model, not self.model._can_set_attn_implementation())
         if reason is not None:
             return reason
@@ -122,7 +122,7 @@ class Adapter:
         found = self._share_heights(check.find_heights(self.model))
         if isinstance(found, str):
             return f"on this machine the matrix product {found} rounds otherwise for other numbers of rows"
-        self.heights = found
+        self.heights, self._functions = found, FixedFunctions(check.tried_sizes(self.model))
         return None
 
     def step_inputs(self, rows: Sequence[Row], cache: KVCache) -> StepInputs:
@@ -174,7 +174,7 @@ class Adapter:
         extra |= passed(cache, self.model)
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
         direct = torch.compiler.set_stance("force_eager") if is_compiled and not compiled else nullcontext()
-        with self.lock, direct:
+        with self.lock, direct, self._functions or nullcontext():
             changed = self.trains or self.model.training or names_of(self._configs) != self._names
             with self._restored() if changed else nullcontext():
                 output = in_step(

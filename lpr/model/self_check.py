@@ -22,6 +22,7 @@ from lpr.model.adapter import Adapter
 from lpr.model.attention.dense import ComputedKeysError
 from lpr.model.attention.sparse import few_selected
 from lpr.model.exact import BLOCK
+from lpr.model.exact.functions import InexactError
 from lpr.model.families import refusal
 from lpr.model.graph_inputs import packed_shape, static_shape
 from lpr.model.kv_cache import KVCache
@@ -62,7 +63,9 @@ def self_check(runner: TreeModel) -> KVCache:
         try:
             return _check(adapter)
         except Exception as failure:  # whatever a compiler or driver raises; the model is checked again without them
-            unfit = adapter.reads_pages and isinstance(failure.__cause__, TypeError)  # a layer without keys of its own
+            unfit = adapter.reads_pages and isinstance(
+                failure.__cause__, TypeError | InexactError
+            )  # a layer without keys of its own
             logger.log(
                 logging.DEBUG if unfit else logging.WARNING,
                 "attention=%r does not work here, using 'sdpa': %s",
@@ -114,8 +117,11 @@ def _check(adapter: Adapter) -> KVCache:
     cache = KVCache(1, prompt_length + 32)
     if adapter.exact and (why := adapter.why_not_exact()) is not None:
         raise InputError(f"model type {name!r} cannot be exact: {why}")
-    if adapter.exact and (differing := _inexact_step(adapter)) is not None:
-        raise InputError(f"model type {name!r} cannot be exact: its logits are other bits {differing}")
+    try:
+        if adapter.exact and (differing := _inexact_step(adapter)) is not None:
+            raise InputError(f"model type {name!r} cannot be exact: its logits are other bits {differing}")
+    except (TypeError, InexactError) as failure:
+        raise InputError(f"model type {name!r} cannot be exact: {first_line(failure)}") from failure
     try:
         with adapter.lock:  # the check changes the model for a while, which others may call
             error = _error(adapter, cache, prompt_length, tolerance)
@@ -128,6 +134,11 @@ def _check(adapter: Adapter) -> KVCache:
         raise InputError(
             f"model type {name!r} cannot run a token tree: its logits differ from sequential evaluation by {error:.1e} "
             f"of their range (at most {tolerance:.0e}); probably {_probable_cause(adapter.model)}"
+        )
+    if any(getattr(module, "time_step_limit", (0, 0))[0] > 0 for module in adapter.model.modules()):
+        logger.warning(
+            "the step sizes of its Mamba layers have a least value, which transformers' forward keeps to and its "
+            "generate leaves out after the prompt: ids are those of the forward"
         )
     return cache
 
@@ -188,12 +199,16 @@ def _inexact_step(adapter: Adapter) -> str | None:
     text = _random_tokens(adapter, branch + depth, torch.Generator().manual_seed(2))
 
     def forward(cache: KVCache, start: int, end: int) -> torch.Tensor:
-        return adapter.logits([Row.chain(0, start, text[start:end], min(depth, end - start))], cache)
+        row = Row.chain(0, start, text[start:end], min(depth, end - start))
+        logits = adapter.logits([row], cache)
+        cache.commit(row, range(end - start))
+        return logits
 
     cache = KVCache(1, 2 * BLOCK)
     whole = forward(cache, 0, branch + depth)
     cache = KVCache(1, 2 * BLOCK)
-    forward(cache, 0, branch)
+    for start in range(0, branch, 7):
+        forward(cache, start, min(start + 7, branch))
     single = torch.cat([forward(cache, at, at + 1) for at in range(branch, branch + depth)])
     if not torch.equal(whole, single):
         return "in a step of many tokens"
@@ -203,7 +218,8 @@ def _inexact_step(adapter: Adapter) -> str | None:
         tokens += [(text[branch + at] + 1) % adapter.config.vocab_size, text[branch + at]]
         parents += [2 * at - 1] * 2
         positions += [branch + at] * 2
-    row = Row(0, branch, tokens, parents, positions, len(tokens))
+    row, cache = Row(0, branch, tokens, parents, positions, len(tokens)), KVCache(1, 2 * BLOCK)
+    forward(cache, 0, branch)
     tree = adapter.logits([row], cache)
     if not torch.equal(tree[1::2], single):
         return "in a tree"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from tests.fakes.again import again
+from tests.fakes.compared import SHAPES
+from tests.model.exact.test_check import DTYPES
 from tests.model.recurrent import test_recurrent as fast
 
 test_two_ranks = again(fast.test_two_ranks, "name", ["qwen3_next"])
@@ -16,3 +20,9 @@ test_states_after_many_rejected_branches = again(
     without=fast.SOME,
 )
 test_half_precision = again(fast.test_half_precision, "name", ["jamba", "deepseek_v32"])
+test_exact_bits = again(fast.test_exact_bits, "name, dtype", [*product(fast.KINDS, DTYPES)], without=fast.EXACT)
+test_exact_bits_of_ways_to_decode = again(
+    fast.test_exact_bits_of_ways_to_decode,
+    "name, ways",
+    [(name, tuple(SHAPES)) for name in ("qwen3_next", "granitemoehybrid", "lfm2", "mamba2")],
+)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import gcd
 from typing import Any
 
 import torch
@@ -20,21 +19,20 @@ from transformers.pytorch_utils import Conv1D
 from lpr import native
 from lpr.model.attention.sparse import selects
 from lpr.model.cpu.products import Prepacked, PrepackedLinear
+from lpr.model.exact.functions import NARROW, Size, in_pieces, narrow_product
 from lpr.model.families import has_experts
 from lpr.model.low_bit.layers import CodedLinear
+from lpr.model.recurrent.convolved_projections import has_convolved_projections
 from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.sharded_layers import local
-from lpr.model.step_inputs import Heights, current_step
+from lpr.model.step_inputs import Heights
 
 HEIGHT = 64  # rows of every product on a GPU, which reads weights for about as long as it multiplies 64 rows by them
 MOST_FILLED = 16  # rows to which a step may be padded, so that its products round as those of more rows do
-_UNKNOWN_HEIGHT = 4  # rows of a step of a model whose weights are multiplied by code that is not known here
+_LEAST_RANGE = 4  # heights that agree may be fewer by chance, and then a row's place in the product matters
 _HEIGHTS = (*range(1, 34), 40, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512)
 _MOST_ROWS = 513
 MOST_LOGITS = 66  # rows of the output head that are tried: few steps have more results
-_VECTOR = 64
-"""Values that an elementwise operator of PyTorch takes at once on a CPU, at most: two vectors of AVX-512 in half
-precision."""
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -46,8 +44,10 @@ def refusal(model: Any, own_attention: bool) -> str | None:
         return "its attention is its own code, which adds in the order of cache rows"
     if selects(config):
         return "its sparse attention selects tokens by scores whose last bits depend on a step's shape"
-    if has_experts(config):
+    if has_experts(config) and model.device.type != "cpu":
         return "its experts' matrix products are as high as a step has tokens for them"
+    if has_convolved_projections(model):
+        return "its recurrent layers are convolutions of its own, which add in an order that is not known here"
     if getattr(model, "hf_quantizer", None) is not None or any(
         isinstance(each, CodedLinear) for each in model.modules()
     ):
@@ -62,43 +62,34 @@ def find_heights(model: nn.Module) -> Heights | str:
     """
     bits = hashlib.blake2b(digest_size=8)
     bits.update(b"without the extension" if native.attend_in_order is None else b"with it")  # attention differs
-    is_known, dtype = _all_known(model), next(model.parameters()).dtype
-    ranges = [(1 if is_known else _UNKNOWN_HEIGHT, _MOST_ROWS)]
+    ranges = [(1, _MOST_ROWS)]
     for name, size, multiply, most in _products(model):
-        found = _ranges(multiply, *size, most, dtype, bits)
+        found = _ranges(multiply, size, most, bits)
         if most == MOST_LOGITS:
             found[0] = found[0][0], _MOST_ROWS  # it is cut at MOST_LOGITS in any case
         ranges = [
             (max(low, other_low), min(high, other_high))
             for low, high in ranges
             for other_low, other_high in found
-            if other_low < other_high  # at one height alone, a row's place may matter
-            and max(low, other_low) <= min(MOST_FILLED, high, other_high)
+            if other_high - other_low >= _LEAST_RANGE and max(low, other_low) <= min(MOST_FILLED, high, other_high)
         ]
-        if not ranges or (not is_known and ranges[0][1] < _MOST_ROWS):  # what code of its own multiplies is not cut
-            return f"{name} {size} in {str(dtype)[6:]}"
-    fewest, most = ranges[0]
-    widths = [width for _, size, _, most_rows in _products(model) if most_rows == _MOST_ROWS for width in size]
-    multiple = max(map(_multiple, widths), default=1)
-    config: Any = getattr(model, "config", None)
-    capped = config is not None and getattr(config.get_text_config(), "final_logit_softcapping", None)
-    head = _multiple(config.get_text_config().vocab_size) if capped else 1
-    digest = int.from_bytes(bits.digest(), "little")
-    return Heights(fewest, most, torch.get_num_threads(), multiple, head, digest)
+        if not ranges:
+            return f"{name} {size[:2]} in {str(size[2])[6:]}"
+    return Heights(*ranges[0], torch.get_num_threads(), bits=int.from_bytes(bits.digest(), "little"))
 
 
-def _multiple(width: int) -> int:
-    """Rows of `width` values that fill whole vectors: what is left over, PyTorch computes with another exp or tanh."""
-    return _VECTOR // gcd(_VECTOR, width)
+def tried_sizes(model: nn.Module) -> set[Size]:
+    """The sizes of the products that `find_heights` tries, as PyTorch computes them."""
+    every = (each for name, module in model.named_modules() for each in _kinds(name, module))
+    return {size for kind, _, size in every if kind != "packed"}
 
 
-def _ranges(
-    multiply: Product, num_in: int, num_out: int, most: int, dtype: torch.dtype, bits: hashlib.blake2b
-) -> list[tuple[int, int]]:
+def _ranges(multiply: Product, size: Size, most: int, bits: hashlib.blake2b) -> list[tuple[int, int]]:
     """Ranges of heights up to `most`, the highest first, in which `multiply` gives a row the same bits.
 
     `bits` takes in those of the highest.
     """
+    num_in, num_out, dtype = size
     rows, weight, bias = cancelling(num_in, num_out, most, dtype)
     highest, start = multiply(rows, weight, bias), 0
     bits.update(highest.contiguous().view(torch.uint8).numpy().tobytes())
@@ -131,24 +122,39 @@ def cancelling(num_in: int, num_out: int, num_rows: int, dtype: torch.dtype) -> 
     return rows.to(dtype), weight.to(dtype), torch.zeros(num_out, dtype=dtype)
 
 
-def _products(model: nn.Module) -> Iterator[tuple[str, tuple[int, int], Product, int]]:
-    """A matrix product of every shape that `model` computes with its weights: name, (in, out), itself, most rows."""
+def _products(model: nn.Module) -> Iterator[tuple[str, Size, Product, int]]:
+    """A matrix product of every shape that `model` computes with its weights: name, size, itself, most rows."""
     known = set()
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | Conv1D):
-            continue
-        if isinstance(module, PrepackedLinear):
-            kind, size = "packed", [module.in_features, sum(module.pack.sizes)]
-        else:
-            shape = list(local(module.weight.detach()).shape)
-            kind, size = ("conv", shape) if isinstance(module, Conv1D) else ("plain", shape[::-1])
-        has_bias = module.bias is not None
-        if (kind, has_bias, *size) not in known:
-            known.add((kind, has_bias, *size))
-            multiply = _linear if has_bias else _linear_alone
-            product = {"packed": _packed(has_bias), "conv": _conv1d, "plain": multiply}[kind]
-            yield name, (size[0], size[1]), product, MOST_LOGITS if module is head else _MOST_ROWS
+        for kind, has_bias, size in _kinds(name, module):
+            if (kind, has_bias, size) not in known:
+                known.add((kind, has_bias, size))
+                multiply = _linear if has_bias else _linear_alone
+                product = {"packed": _packed(has_bias), "conv": _conv1d, "plain": multiply, "narrow": narrow_product}[
+                    kind
+                ]
+                yield name, size, product, MOST_LOGITS if module is head else _MOST_ROWS
+
+
+def _kinds(name: str, module: Any) -> Iterator[tuple[str, bool, Size]]:
+    """The products of a module by itself: how, with a bias or without, and the size."""
+    if isinstance(module, PrepackedLinear):
+        yield "packed", module.bias is not None, (module.in_features, sum(module.pack.sizes), module.pack.dtype)
+        if name.endswith("dt_proj"):  # Mamba multiplies by its weight
+            yield "plain", False, (module.in_features, module.out_features, module.pack.dtype)
+    elif isinstance(module, nn.Linear | Conv1D):
+        weight = local(module.weight.detach())
+        size = weight.shape if isinstance(module, Conv1D) else weight.shape[::-1]
+        kind = "conv" if isinstance(module, Conv1D) else "narrow" if len(weight) <= NARROW else "plain"
+        yield kind, module.bias is not None, (*size, weight.dtype)
+    elif not isinstance(module, nn.Embedding) and not any(isinstance(each, nn.Conv1d) for each in module.children()):
+        for weight in module.parameters(recurse=False):  # of routers, in float32 too, and of experts
+            if weight.dim() in (2, 3) and not isinstance(module, nn.Conv1d):
+                size = weight.shape[-2:] if getattr(module, "is_transposed", False) else weight.shape[:-3:-1]
+                kind = "conv" if getattr(module, "is_transposed", False) else "narrow" if size[1] <= NARROW else "plain"
+                for dtype in dict.fromkeys((weight.dtype, torch.float32) if weight.dim() == 2 else (weight.dtype,)):
+                    yield kind, False, (*size, dtype)
 
 
 def _packed(has_bias: bool) -> Product:
@@ -173,14 +179,6 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _linear_alone(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(rows[None], weight)[0]
-
-
-def _all_known(model: nn.Module) -> bool:
-    return all(
-        isinstance(module, nn.Linear | Conv1D | nn.Embedding)
-        for module in model.modules()
-        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-    )
 
 
 class PinnedProducts(Rewrite):
@@ -209,17 +207,3 @@ class PinnedProducts(Rewrite):
 def _multiplier(module: nn.Module) -> tuple[Any, str]:
     """The object and the name of its method that multiplies for `module`."""
     return (module.pack, "multiply") if isinstance(module, PrepackedLinear) else (module, "forward")
-
-
-def in_pieces(multiply: Callable[[Tensor], Tensor], states: Tensor, limit: int | None = None) -> Tensor:
-    """`multiply` of `states` [..., D], in pieces of as many rows as agree, and of `limit` at most."""
-    step, count = current_step(), states.shape[:-1].numel()
-    if step is None or step.heights is None:
-        return multiply(states)
-    fewest, most = step.heights.fewest, min(step.heights.most, limit or step.heights.most)
-    if fewest <= count <= most:
-        return multiply(states)
-    pieces = list(states.flatten(0, -2).split(most))
-    if len(pieces[-1]) < fewest:
-        pieces[-1] = F.pad(pieces[-1], (0, 0, 0, fewest - len(pieces[-1])))
-    return torch.cat([multiply(piece) for piece in pieces])[:count].unflatten(0, states.shape[:-1])

@@ -29,6 +29,7 @@ from lpr.model.kernels.recurrent_code import (
     select_tree,
 )
 from lpr.model.kernels.scan_code import advance_scan, scan_tree
+from lpr.model.kernels.walk_code import advance_walk, walk_tree
 from lpr.model.tree_mask import TreeMask
 
 BLOCK_M = 16  # entries that linear attention takes at a time, the least of a matrix product
@@ -97,8 +98,11 @@ def linear_scan(
     places: Places,
     make: Make,
     options: Options,
+    exact: bool = False,
 ) -> tuple[Tensor, Advance]:
     """Linear attention with decay along paths: queries and keys [B, T, G, K], values [B, T, H, V], beta [B, T, H].
+
+    An `exact` one goes entry by entry, with the same bits in every tree.
 
     `decay` has logarithms, [B, T, H] or, per channel, [B, T, H, K]; `states` are float32 [slots, H, K, V]. H is a
     multiple of G. Returns [B, T, H, V], 0 for padding, in the dtype of `value`.
@@ -115,7 +119,7 @@ def linear_scan(
     if per_channel and given.stride(3) != 1:
         given = given.contiguous()
     kept = [
-        make("keys", (batch, places.num_kept, num_keys, dim), torch.float32),
+        make("keys", (batch, places.num_kept, num_heads if exact else num_keys, dim), torch.float32),
         make("values", (batch, places.num_kept, num_heads, dim_v), torch.float32),
         make("decays", (batch, places.num_kept, num_heads, *given.shape[3:]), torch.float32),
         make("trunk", (batch, num_heads, dim, dim_v), torch.float32),
@@ -130,11 +134,32 @@ def linear_scan(
     flags |= {"HAS_BIAS": options.bias is not None, "HAS_SKIP": options.skip is not None}
     strides = [each.stride()[:3] for each in (query, key, value)]
     strides += [(0, 0, 0) if decay is None else given.stride()[:3], beta.stride()]
+    steps = [step for each in strides for step in each]
+    if exact:
+        kept.insert(3, make("betas", (batch, places.num_kept, num_heads), torch.float32))
+        scratch = torch.empty(batch, places.num_kept, num_heads, dim, dim_v, dtype=torch.float32, device=value.device)
+        sizes = {name: sizes[name] for name in ("NUM_HEADS", "GROUP", "K", "V", "PER_CHANNEL", "BLOCK_V")}
+        sizes |= {"BLOCK_K": triton.next_power_of_2(dim), "SOLVE": flags.pop("SOLVE")}
+        with device_of(value):
+            walk_tree[(num_tiles, num_heads, batch)](
+                query, key, value, given, beta, bias, skip, states, places.parents, *places.lengths, places.first, out,
+                scratch, *kept, options.scale, *options.limits, num_tokens, places.num_kept, *steps, **sizes, **flags,
+                num_warps=4,
+            )  # fmt: skip
+
+        def advance_exactly(last: Tensor) -> None:
+            with device_of(states):
+                advance_walk[(num_tiles, num_heads, batch)](
+                    *kept, states, places.mask.bits, *places.lengths, places.first, last, num_tokens, num_words,
+                    places.num_kept, **sizes, num_warps=4,
+                )  # fmt: skip
+
+        return out, advance_exactly
     with device_of(value):
         scan_tree[(num_tiles, num_heads, batch)](
             query, key, value, given, beta, bias, skip, states, places.mask.bits, *places.lengths, places.trunk, out,
             *kept, options.scale, *options.limits, num_tokens, num_words, places.num_kept,
-            *(step for each in strides for step in each), **sizes, **flags, num_warps=4,
+            *steps, **sizes, **flags, num_warps=4,
         )  # fmt: skip
 
     def advance(last: Tensor) -> None:

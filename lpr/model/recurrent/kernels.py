@@ -42,7 +42,8 @@ def _linear(
     step = _step_of(states)
     site, tensor = states.of_scan((value.shape[2], key.shape[3], value.shape[3]), value.device)
     memory = states.memory(site, value.device)
-    out, advance = scan_kernel.linear_scan(query, key, value, decay, beta, tensor, step.places, memory, options)
+    given = query, key, value, decay, beta, tensor, step.places, memory, options
+    out, advance = scan_kernel.linear_scan(*given, exact=states.is_exact)
     step.advances.append(advance)
     return out
 

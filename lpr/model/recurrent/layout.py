@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lpr.model.recurrent.scans import Path, Written
-from lpr.model.recurrent.tree import Tree
+from lpr.model.recurrent.scans import Written
+from lpr.model.recurrent.tree import Path, Tree
 from lpr.model.step_inputs import Row, StepInputs
 from lpr.model.transfer import to_device
 
@@ -137,8 +137,13 @@ def layouts(step: StepInputs, device: torch.device) -> list[Layout]:
     """The layouts of a step's blocks; in one block that is packed (see `build_page_inputs`), one of each row."""
     rows, found = list(step.rows), []
     if len(step.blocks) == 1 and len(rows) > len(step.positions):
-        starts = np.cumsum([0, *(row.num_entries for row in rows)]).tolist()
-        return [Layout([row], start, row.num_entries, device) for row, start in zip(rows, starts, strict=False)]
+        ends = np.cumsum([row.num_entries for row in rows])
+        ends += step.positions.shape[1] - ends[-1]
+        starts = [0, *ends[:-1].tolist()]  # the padding that exact products may need stands before the first row
+        return [
+            Layout([row], start, end - start, device)
+            for row, start, end in zip(rows, starts, ends.tolist(), strict=True)
+        ]
     for block in step.blocks:
         batch, width = block.positions.shape
         found.append(Layout(rows[:batch], block.start, width, device))

@@ -53,7 +53,7 @@ def _delta(
 ) -> tuple[Tensor, Tensor]:
     dtype, times = query.dtype, value.shape[2] // key.shape[2]
     query, key = (each.repeat_interleave(times, dim=2) for each in (query, key)) if times > 1 else (query, key)
-    query, key, value, g, beta = (each.float() for each in (query, key, value, g, beta))
+    query, key, value, g, beta = (each.float().contiguous() for each in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         query, key = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (query, key))
     inputs = [query * query.shape[-1] ** -0.5, key, value, g, beta]
@@ -100,7 +100,8 @@ def _selective(
     dt = dt + delta_bias.to(dt.dtype)[..., None] if delta_bias is not None else dt
     dt = F.softplus(dt) if delta_softplus else dt
     inputs = [each.float().transpose(1, 2) for each in (hidden_states, dt, B, C)]
-    out = states.scan(Rule(Selective(A.float()).scan, Selective.padding), inputs, A.shape).transpose(1, 2)
+    rule = Selective(A.float())
+    out = states.scan(Rule(rule.scan, rule.padding, rule.enter), inputs, A.shape).transpose(1, 2)
     out = out if D is None else out + hidden_states * D[:, None]
     return out if z is None else out * F.silu(z), out.new_empty(0)
 

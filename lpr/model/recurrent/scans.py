@@ -20,33 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lpr.model.recurrent.tree import Tree
+from lpr.model.recurrent.in_order import Enter, enter_linear
+from lpr.model.recurrent.tree import Path, Tree
 
 PIECE = 64
 """Entries of a chain that are evaluated at once."""
 MOST_VALUES = 1 << 20
 """Values (4 MiB) of the largest temporary that holds decays per channel or states of entries. If one entry's decays to
 all others, or one channel's states, are more, these."""
-
-
-@dataclass(frozen=True)
-class Path:
-    """Entries of each row that become part of its sequence."""
-
-    entries: Tensor
-    """[B, m] int64: their places, ancestors first; 0 behind the last one."""
-    real: Tensor
-    """[B, m] bool."""
-    last: Tensor
-    """[B] int64: the last one's place, -1 if there is none."""
-
-    def of(self, values: Tensor, dim: int) -> Tensor:
-        """`values` along the path: dimension `dim` becomes m."""
-        shape = [1] * values.dim()
-        shape[0], shape[dim] = self.entries.shape
-        sizes = list(values.shape)
-        sizes[dim] = self.entries.shape[1]
-        return values.gather(dim, self.entries.view(shape).expand(sizes))
 
 
 class Written(Protocol):
@@ -68,6 +49,8 @@ class Rule:
     scan: Scan
     padding: tuple[int, ...]
     """Inputs that are 0 for entries that pad a row."""
+    enter: Enter
+    """The same for one entry, in exact mode."""
 
 
 def run_chain(rule: Rule, inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,14 +68,20 @@ def run_chain(rule: Rule, inputs: Sequence[Tensor], state: Tensor) -> tuple[Tens
 
 
 def convolve(
-    x: Tensor, before: Tensor, tree: Tree, weight: Tensor, bias: Tensor | None, activation: Callable[[Tensor], Tensor]
+    x: Tensor,
+    before: Tensor,
+    tree: Tree,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Callable[[Tensor], Tensor],
+    exact: bool = False,
 ) -> Tensor:
-    """A causal convolution per channel along each entry's path.
+    """A causal convolution per channel along each entry's path; an `exact` one adds in one order.
 
     x [B, C, n], `before` [B, C, width - 1] the inputs before the tree, weight [C, width]; returns [B, C, n].
     """
     whole, width = torch.cat([before, x], -1).to(weight.dtype), weight.shape[1]
-    if tree.is_chain:
+    if tree.is_chain and not exact:
         out = F.conv1d(whole, weight[:, None], bias, groups=len(weight))
     else:
         index = tree.windows(width)
@@ -217,5 +206,5 @@ def delta_rule(inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Ten
     return out.transpose(1, 2), Outer(keys, written, total)
 
 
-DECAYED = Rule(decayed_attention, padding=(2, 3))
-DELTA = Rule(delta_rule, padding=(3, 4))
+DECAYED = Rule(decayed_attention, padding=(2, 3), enter=enter_linear)
+DELTA = Rule(delta_rule, padding=(3, 4), enter=enter_linear)

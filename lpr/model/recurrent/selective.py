@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lpr.model.recurrent import scans
-from lpr.model.recurrent.scans import Path
-from lpr.model.recurrent.tree import Tree
+from lpr.model.recurrent.tree import Path, Tree
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,12 @@ class Selective:
             outputs.append((states @ inputs[3][..., None]).squeeze(-1))
             last.append(states[:, -1].clone())
         return torch.cat(outputs, 2), Steps(self, list(inputs), torch.cat(last, 1))
+
+    def enter(self, state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """As Enter, with a state [C, K]."""
+        x, dt, keys, queries = inputs
+        state.mul_((dt[:, None] * self.rates).exp()).add_((dt * x)[:, None] * keys)
+        return (state * queries).sum(-1)
 
     def _states(self, rates: Tensor, inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> Tensor:
         """The states [B, n, C, K] behind all entries: S = exp(dt A) S_parent + dt x B."""

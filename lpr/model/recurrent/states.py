@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lpr.model.recurrent.in_order import walk
 from lpr.model.recurrent.layout import Layout, Site, layouts
 from lpr.model.recurrent.scans import Convolved, Rule, convolve, run_chain, windows
 from lpr.model.recurrent.tree import Tree
@@ -112,6 +113,11 @@ class States:
         return self.kernels is not None
 
     @property
+    def is_exact(self) -> bool:
+        """True if the current step is one of exact mode."""
+        return self._step is not None and self._step.heights is not None
+
+    @property
     def evaluated(self) -> Any:
         """What the last forward has kept; a graph's replay sets it to that of its capture."""
         return self._step, self._layouts, self.kernels
@@ -152,7 +158,9 @@ class States:
     ) -> Tensor:
         """The convolution of x [R, C, N] by weight [C, width]: [R, C, N]."""
         return self._along(
-            x, weight.shape[1], lambda part, before, tree: convolve(part, before, tree, weight, bias, activation)
+            x,
+            weight.shape[1],
+            lambda part, before, tree: convolve(part, before, tree, weight, bias, activation, self.is_exact),
         )
 
     def windows(self, x: Tensor, width: int) -> Tensor:
@@ -189,10 +197,17 @@ class States:
             state = layout.read(tensor)
             pieces, written = [], None
             if layout.split:
-                out, state = run_chain(rule, [each[:, : layout.split] for each in parts], state)
+                chain = [each[:, : layout.split] for each in parts]
+                if self.is_exact:
+                    out, walked = walk(rule.enter, chain, state, layout.chains, layout.pads)
+                    state = walked.after(state)
+                else:
+                    out, state = run_chain(rule, chain, state)
                 pieces.append(out)
             if layout.width > layout.split:
-                out, written = rule.scan([each[:, layout.split :] for each in parts], state, layout.tree)
+                tail, pads = [each[:, layout.split :] for each in parts], layout.pads - layout.split
+                scanned = (tail, state, layout.tree)
+                out, written = walk(rule.enter, *scanned, pads) if self.is_exact else rule.scan(*scanned)
                 pieces.append(out)
             layout.kept[site] = state, written
             outputs.append(torch.cat(pieces, 1))

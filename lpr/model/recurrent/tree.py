@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -9,6 +10,26 @@ import torch
 from torch import Tensor
 
 from lpr.model.transfer import to_device
+
+
+@dataclass(frozen=True)
+class Path:
+    """Entries of each row that become part of its sequence."""
+
+    entries: Tensor
+    """[B, m] int64: their places, ancestors first; 0 behind the last one."""
+    real: Tensor
+    """[B, m] bool."""
+    last: Tensor
+    """[B] int64: the last one's place, -1 if there is none."""
+
+    def of(self, values: Tensor, dim: int) -> Tensor:
+        """`values` along the path: dimension `dim` becomes m."""
+        shape = [1] * values.dim()
+        shape[0], shape[dim] = self.entries.shape
+        sizes = list(values.shape)
+        sizes[dim] = self.entries.shape[1]
+        return values.gather(dim, self.entries.view(shape).expand(sizes))
 
 
 class Tree:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from lpr.model.attention.sparse import Indexers
 from lpr.model.cpu.products import PrepackedProducts
 from lpr.model.exact.check import PinnedProducts
+from lpr.model.exact.functions import FixedExperts
 from lpr.model.fused.decoder_layer import DecoderLayers
 from lpr.model.fused.modules import GatedMlps, RmsNorms
 from lpr.model.graph_capture import uncapturable
@@ -45,6 +46,7 @@ REWRITES: tuple[Rewrite, ...] = (
     PrepackedProducts(),
     *FUSED,
     PinnedProducts(),
+    FixedExperts(),
     COMPILED,
 )
 """In the order in which they are carried out: layers need merged weights, and products are pinned as they then are."""

@@ -21,7 +21,7 @@ from lpr.dist.comm import Comm
 from lpr.engine.exchange import DesyncError
 from lpr.model.attention import in_order
 from lpr.model.attention import native as native_attention
-from lpr.model.exact import check
+from lpr.model.exact import check, functions
 from lpr.model.input_builder import Row
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
@@ -77,7 +77,9 @@ def in_pieces(runner: TreeModel, text: list[int], sizes: list[int], kv_bucket: i
     """The logits [n, V] of a text that is evaluated in pieces."""
     cache, at, found = KVCache(1, 512), 0, []
     for size in sizes:
-        found.append(runner.adapter.logits([chain(at, text[at : at + size])], cache, 1, kv_bucket))
+        row = chain(at, text[at : at + size])
+        found.append(runner.adapter.logits([row], cache, 1, kv_bucket))
+        cache.commit(row, range(size))
         at += size
     return torch.cat(found)
 
@@ -91,8 +93,9 @@ def check_trees(runner: TreeModel, num_checked: int = 6) -> None:
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
-        cache = KVCache(1, 512)
-        runner.adapter.logits([chain(0, TEXT[:start], 1)], cache)
+        cache, prompt = KVCache(1, 512), chain(0, TEXT[:start], 1)
+        runner.adapter.logits([prompt], cache)
+        cache.commit(prompt, range(start))
         row = Row(0, start, tokens, parents, [start + depth for depth in depths], 40)
         logits = runner.adapter.logits([row], cache)
         for node in generator.sample(range(40), num_checked):
@@ -286,7 +289,6 @@ def test_ranks_of_unlike_machines_are_refused(part: str, message: str, monkeypat
     "family, sizes, reason",
     [
         ("xglm", {"num_layers": 2, "ffn_dim": 96, "attention_heads": 4}, "its own code"),
-        ("mixtral", {"num_local_experts": 4}, "experts"),
     ],
 )
 def test_what_cannot_be_exact_is_named(family: str, sizes: dict[str, Any], reason: str) -> None:
@@ -393,12 +395,34 @@ def test_the_head_multiplies_no_more_rows_than_were_tried(monkeypatch: pytest.Mo
     assert len(met) > 1 and max(met) <= check.MOST_LOGITS
 
 
-def test_what_multiplies_by_weights_itself_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_height(monkeypatch, 33)
+@pytest.mark.parametrize("multiply", [
+    lambda states: torch.einsum("btd,de->bte", states, states[0, :1].T * states[0, :1]),
+    lambda states: states @ states[0].T @ states[0],
+], ids=["einsum", "matmul"])  # fmt: skip
+def test_what_multiplies_by_code_of_its_own_is_refused(multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model = tiny_model()
-    model.model.layers[0].own = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, 2))])
-    with pytest.raises(InputError, match=r"the matrix product \S+ \(64, 64\) in float32 rounds otherwise"):
+    model.model.layers[0].mlp.forward = multiply
+    with pytest.raises(InputError, match="cannot be exact: (einsum in )?its own code (multiplies|adds)"):
         self_check(TreeModel(model, exact=True))
+
+
+@pytest.mark.parametrize("name", sorted({each.__name__ for each in functions.ELEMENTWISE}))
+def test_functions_round_alike_wherever_a_value_lies(
+    name: str, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tails behind whole vectors, in the parts of threads, and in values that lie apart."""
+    torch.set_num_threads(3)
+    of_values = getattr(F, name, None) or getattr(torch, name)
+    for dtype in DTYPES:
+        values = (torch.randn(2 * 64 * 1537, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+        values = values.abs() if name in ("rsqrt", "log1p") else values
+        with functions.FixedFunctions(set()), monkeypatch.context() as patch:
+            patch.setattr(functions, "current_step", object)
+            whole = of_values(values)
+            pieces = torch.cat([of_values(each) for each in values[:7000].split(7)])
+            apart = of_values(values[:7000].view(70, 100).T).T.flatten()
+        assert torch.equal(pieces, whole[:7000]) and torch.equal(apart, whole[:7000])
+        torch.testing.assert_close(whole, of_values(values))
 
 
 def test_a_model_whose_layers_depend_on_the_height_is_refused() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.model.graphs import GraphForward
+from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent import scans
 from lpr.model.recurrent.selective import Selective
 from lpr.model.recurrent.tree import Tree
@@ -28,11 +29,12 @@ from tests.fakes import pretend_gpu
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from tests.fakes.pretend_graphs import Graph
 from tests.fakes.pretend_kernels import without_a_check
+from tests.model.exact.test_check import TEXT, in_pieces
 from tests.model.recurrent.test_recurrent import KINDS, hybrid
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs the package triton", allow_module_level=True)
-from lpr.model.kernels import recurrent_code, scan_code, scan_kernel
+from lpr.model.kernels import recurrent_code, scan_code, scan_kernel, walk_code
 from lpr.model.kernels.scan_kernel import Options, Places
 
 __all__ = ["gpu", "guard"]
@@ -103,7 +105,9 @@ class World:
         return worst, worst_state
 
 
-def linear(world: World, kind: str, dim: int, dim_v: int, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+def linear(
+    world: World, kind: str, dim: int, dim_v: int, dtype: torch.dtype = torch.float32, exact: bool = False
+) -> tuple[float, float]:
     """Differences from the torch forms for a rule, with 2 heads that share a key (1 with decay per channel)."""
     heads = 1 if kind == "per channel" else 2
     shape = len(world.trees), 47
@@ -116,7 +120,7 @@ def linear(world: World, kind: str, dim: int, dim_v: int, dtype: torch.dtype = t
         options = Options(rate=rate, bias=skip, softplus=True, limits=(0.1, 1.5), skip=skip)
     given = None if kind == "ssd" else decay
     out, advance = scan_kernel.linear_scan(
-        query, key, value, given, beta, states, world.places, nothing, options
+        query, key, value, given, beta, states, world.places, nothing, options, exact
     )  # fmt: skip
 
     def expected(row: int, real: slice, state: Tensor, tree: Tree) -> Any:
@@ -147,6 +151,40 @@ def test_linear_attention(kind: str, dim: int, dim_v: int, with_trunk: bool) -> 
 def test_inputs_in_bfloat16() -> None:
     outputs, states = linear(World.make(), "delta", 32, 16, torch.bfloat16)
     assert outputs < 0.02 and states < 1e-5, "states are float32"
+
+
+@pytest.mark.parametrize("kind", ["delta", "ssd", "per channel"])
+def test_exact_linear_attention(kind: str) -> None:
+    assert max(linear(World.make(), kind, 16, 24, exact=True)) < 1e-5 * 4
+
+
+def walked(parents: Sequence[int], inputs: Sequence[Tensor], state: Tensor, trunk: int = 0) -> tuple[Tensor, Any]:
+    """Outputs of a tree of one row, and the advance of `state` [1, H, K, V]."""
+    mask = build_mask([parents], [1], torch.zeros(1, len(parents), dtype=torch.int64), DEVICE)
+    slots, trunks = (torch.tensor([each], dtype=torch.int32, device=DEVICE) for each in (0, trunk))
+    places = scan_kernel.place(mask, slots, trunks)
+    options = Options(solve=True, norm=True, scale=0.3)
+    return scan_kernel.linear_scan(*inputs, state, places, nothing, options, exact=True)
+
+
+def test_exact_linear_attention_has_the_bits_of_single_entries() -> None:
+    """In a tree, with a trunk and without, and behind a state that has advanced along a path or entry by entry."""
+    torch.manual_seed(0)
+    parents = [*CHAIN, 32, 32, 33, 34, 34, 36]
+    shape = 1, len(parents)
+    inputs = [normal(*shape, 1, 16), normal(*shape, 1, 16), normal(*shape, 2, 24), -torch.rand(*shape, 2).to(DEVICE)]
+    inputs.append(torch.rand(*shape, 2).to(DEVICE))
+    state, last = normal(1, 2, 16, 24), torch.tensor([38], dtype=torch.int32, device=DEVICE)
+    single, ended = state.clone(), [state.clone(), state.clone()]
+    outputs = [walked(parents, inputs, each, trunk) for each, trunk in zip(ended, (0, 2), strict=True)]
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    for _, advance in outputs:
+        advance(last)
+    for entry in [*range(33), 34, 36, 38]:
+        out, advance = walked([-1], [each[:, entry : entry + 1] for each in inputs], single)
+        assert torch.equal(out[0, 0], outputs[0][0][0, entry])
+        advance(torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    assert torch.equal(ended[0], single) and torch.equal(ended[1], single)
 
 
 def test_equal_keys_along_a_chain_keep_their_digits() -> None:
@@ -270,6 +308,18 @@ FAULTS: dict[str, tuple[Any, str, str, str]] = {
         "at = at - 1",
         "convolution",
     ),
+    "a rejected branch in an exact state": (
+        walk_code,
+        "if ((word >> (entry % 64)) & 1) != 0:",
+        "if word != 0:",
+        "exact delta",
+    ),
+    "the exact state of the entry before": (
+        walk_code,
+        "is_next = parent == entry - 1",
+        "is_next = parent >= -1",
+        "exact delta",
+    ),
     "the state of the entry before": (
         recurrent_code,
         "is_next = parent == entry - 1",
@@ -296,13 +346,17 @@ def test_faults_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path
             monkeypatch.setattr(scan_kernel, kernel, getattr(mutant, kernel))
     run = {"convolution": convolution, "selective": selective}.get(kind)
     world = World.make()
-    differences = run(world) if run is not None else linear(world, kind, 32 if kind == "per channel" else 16, 16)
+    if run is not None:
+        differences = run(world)
+    else:
+        size, is_exact = 32 if kind == "per channel" else 16, kind.startswith("exact ")
+        differences = linear(world, kind.removeprefix("exact "), size, 16, exact=is_exact)
     assert not max(differences) < 1e-3
 
 
 KERNELS = (
     "scan_tree", "advance_scan", "find_parents", "convolve_tree", "advance_convolution", "select_tree",
-    "advance_selective",
+    "advance_selective", "walk_tree", "advance_walk",
 )  # fmt: skip
 
 
@@ -332,6 +386,25 @@ def test_an_engine_emits_the_same_ids(name: str, few_heads: None, monkeypatch: p
     engine = Engine.from_model(model, decode=DECODE, attention="triton")
     assert [each.token_ids for each in engine.generate(PROMPTS, params)] == expected
     assert engine.model.cache is not None and engine.model.cache.states.kernels is not None
+
+
+@pytest.mark.parametrize("name", ["olmo_hybrid"])
+def test_exact_bits_by_kernels(name: str, few_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of logits, in pieces of a text and in a tree whose branches come between its nodes."""
+    monkeypatch.setattr("lpr.model.recurrent.states.KERNEL_DEVICES", ("cuda", "cpu"))
+    runner, text = TreeModel(hybrid(name).to(DEVICE), attention="triton", exact=True), TEXT[:10]
+    assert runner.adapter.why_not_exact() is None
+    single = in_pieces(runner, text, [4, *[1] * 6])
+    assert torch.equal(in_pieces(runner, text, [10]), single)
+    cache, prompt = KVCache(1, 64), Row.chain(0, 0, text[:4], 1)
+    runner.adapter.logits([prompt], cache)
+    cache.commit(prompt, range(4))
+    tokens = [each for token in text[4:7] for each in (token, (token + 1) % 97)]
+    row = Row(0, 4, tokens, [-1, -1, 0, 0, 2, 2], [4, 4, 5, 5, 6, 6], 6)
+    assert torch.equal(runner.adapter.logits([row], cache)[::2], single[4:7])
+    cache.commit(row, [0, 2, 4])
+    assert cache.states.kernels is not None
+    assert torch.equal(runner.adapter.logits([Row.chain(0, 7, text[7:], 3)], cache), single[7:])
 
 
 def test_launches_of_a_step_and_its_replay(gpu: PretendGpu, few_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:

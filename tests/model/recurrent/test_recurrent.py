@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import eq
 from typing import Any
@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from dev.families import tiny_model
+from dev.families import tiny_config, tiny_model
 from dev.family_table import FAMILIES
-from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.engine.request import Request
 from lpr.model.adapter import Adapter
 from lpr.model.kv_cache import KVCache
-from lpr.model.recurrent import scans
+from lpr.model.recurrent import in_order, scans, states
 from lpr.model.recurrent.selective import Selective
 from lpr.model.recurrent.states import States
 from lpr.model.recurrent.tree import Tree
@@ -30,8 +30,10 @@ from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.model.step_inputs import Row, current_step
 from tests.dist import test_survivors as survivors
+from tests.fakes.compared import Group, Worlds
 from tests.fakes.elastic_world import ElasticWorld, Fault
 from tests.fakes.worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
+from tests.model.exact import test_check as exact
 
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {  # gated delta rule
@@ -434,9 +436,107 @@ def test_memory_of_a_tree_of_512_nodes_is_bounded(kind: str, monkeypatch: pytest
     torch.testing.assert_close(in_parts, run(96)[0])
 
 
-@pytest.mark.parametrize("name", [*KINDS, *REPLACED])
-def test_exact_mode_refuses_by_name(name: str) -> None:
-    with pytest.raises(InputError, match=f"'{name}' cannot be exact: its recurrent layers"):
+def test_a_least_step_size_holds_for_every_token(caplog: pytest.LogCaptureFixture) -> None:
+    """As in transformers' forward; its generate (5.24) keeps to it in the prompt alone, so that its ids may differ."""
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(tiny_config(BY_NAME["nemotron_h"]), dtype=torch.float32).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=1.6 * weight.shape[-1] ** -0.5)
+    model.generation_config.eos_token_id = None
+    prompt = [(7 * i + i * i) % 89 + 2 for i in range(19)]
+    engine = Engine.from_model(model, decode=DecodeConfig(**DECODE))
+    assert "ids are those of the forward" in caplog.text
+    found = engine.generate([prompt], SamplingParams(max_new_tokens=40))[0].token_ids
+    logits = model(torch.tensor([prompt + found]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == found
+
+
+EXACT = [("qwen3_next", torch.bfloat16), ("jamba", torch.float16), ("granitemoehybrid", torch.float32)]
+"""tests/slow has every kind in every dtype."""
+
+
+@pytest.mark.parametrize("name, dtype", EXACT, ids=str)
+def test_exact_bits(name: str, dtype: torch.dtype) -> None:
+    """Of logits, in every cut of a text and in trees."""
+    runner = exact.checked(hybrid(name).to(dtype))
+    exact.check_pieces(runner)
+    exact.check_trees(runner, 2)
+
+
+WAYS = (
+    "both, batch of 4, fills of 32",
+    "the same again, prefixes found",
+    "both, batch of 4, 2 ranks that share every tree",
+)
+
+
+@pytest.mark.parametrize("name, ways", [("qwen3_next", WAYS)], ids=str)
+def test_exact_bits_of_ways_to_decode(name: str, ways: Sequence[str]) -> None:
+    """Batches, fills, prefixes behind snapshots, requests taken up again, ranks."""
+    params = [SamplingParams(max_new_tokens=12, temperature=0.8 * (seed > 0), seed=seed) for seed in range(3)]
+    group = Group(Worlds(hybrid(name).to(torch.bfloat16), "bfloat16", exact=True), prompts()[1:4], params)
+    for shape, counts in group.run(ways).items():
+        assert counts["logits_compared"] >= 3 * 6, shape
+        assert (counts["outputs_that_differ"], counts["logits_that_differ"]) == (0, 0), shape
+
+
+def rejected_nodes_advance(patch: pytest.MonkeyPatch) -> None:
+    inner = States.advance
+    patch.setattr(
+        States, "advance", lambda self, rows, kept: inner(self, rows, [range(row.num_entries) for row in rows])
+    )
+
+
+def chunks_begin_with_a_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(states, "walk", lambda enter, inputs, state, tree, pads: scans.delta_rule(inputs, state, tree))
+
+
+def siblings_take_a_state_over(patch: pytest.MonkeyPatch) -> None:
+    walk_row = in_order._walk_row
+    patch.setattr(
+        in_order, "_walk_row", lambda enter, inputs, parents, state: walk_row(enter, inputs, parents * 0 - 1, state)
+    )
+
+
+def convolutions_by_a_library(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(states, "convolve", lambda *given: scans.convolve(*given[:-1], exact=False))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [rejected_nodes_advance, chunks_begin_with_a_step, siblings_take_a_state_over, convolutions_by_a_library],
+)
+def test_exact_faults_are_seen(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the check at load or, of what it does not reach, by ids and bits."""
+    model = hybrid("qwen3_next")
+    fault(monkeypatch)
+    params = [SamplingParams(max_new_tokens=16)] * 2
+    try:
+        group = Group(Worlds(model, "float32", exact=True), prompts()[2:4], params)
+        found = group.run(["both, batch of 4, fills of 32"]).values()
+    except InputError as refused:
+        assert "cannot be exact" in str(refused) or "differ" in str(refused)
+        return
+    assert any(each["logits_that_differ"] for each in found)
+
+
+def test_exact_scans_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's sums are other bits, and the same numbers."""
+    runner = exact.checked(hybrid("qwen3_next"))
+    natively = exact.in_pieces(runner, exact.TEXT[:40], [30, 10])
+    monkeypatch.setattr(native, "walk_linear", None)
+    by_torch = exact.in_pieces(runner, exact.TEXT[:40], [30, 10])
+    torch.testing.assert_close(by_torch, natively, rtol=1e-4, atol=1e-4)
+    assert torch.equal(exact.in_pieces(runner, exact.TEXT[:40], [1] * 40), by_torch)
+    exact.check_trees(runner, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("zaya", "its recurrent layers are convolutions"), ("zamba", "its own code multiplies by")]
+)
+def test_exact_mode_refuses_by_name(name: str, reason: str) -> None:
+    with pytest.raises(InputError, match=f"'{name}' cannot be exact: {reason}"):
         Engine.from_model(shared_model(name), exact=True)
 
 
@@ -461,8 +561,6 @@ def test_half_precision(name: str) -> None:
     plain = Engine.from_model(model, decode=DecodeConfig.autoregressive()).generate(prompts(), params)
     pairs = zip(drafted, [done.token_ids for done in plain], strict=True)
     assert sum(sum(map(eq, *pair)) for pair in pairs) > 0.5 * 16 * len(prompts())
-    with pytest.raises(InputError, match="cannot be exact"):
-        Engine.from_model(model, exact=True)
 
 
 def test_a_rank_dies_and_others_join() -> None:
