@@ -64,7 +64,8 @@ class Adapter:
         self.heights: check.Heights | None = None
         """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
         self._share_heights = share_heights
-        self._layer_rules: dict[int | None, Any] = {}
+        self.layer_rules: dict[int | None, Any] = {}
+        """As StepInputs.layer_rules, of all steps."""
         self.may_fall_back = attention == "auto"
         """True if `self_check` may choose "sdpa" instead."""
         self.set_attention(attention)
@@ -140,7 +141,7 @@ class Adapter:
 
     def bind(self, inputs: StepInputs, cache: KVCache) -> None:
         """Give `inputs` what attention looks up in them, before a forward."""
-        inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
+        inputs.layer_rules, inputs.heights, inputs.cache = self.layer_rules, self.heights, cache
 
     def keep_hidden(self) -> None:
         """From now on every step keeps its hidden states (StepInputs.hidden)."""

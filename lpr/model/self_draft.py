@@ -19,12 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
 from lpr.core.passes import Passes
 from lpr.model.adapter import Adapter
 from lpr.model.heads.guesses import likeliest
 from lpr.model.kv_cache import KVCache
+from lpr.model.low_bit.direct import Direct
+from lpr.model.sampling import in_cpp
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.grammar import Grammar
 from lpr.model.sampling.processors import Processors, is_row_by_row
@@ -37,6 +40,8 @@ LONGEST_TEXT = 7
 """Most tokens of the text that a pass evaluates."""
 SIBLINGS = 2
 """Most runners-up that are guessed beside each of the copy's choices."""
+NUM_LIKELY = 4
+"""Likeliest tokens that are looked at."""
 LEAST = 0.02
 """Runners-up with a smaller share are left out."""
 NUM_TIMED = 8
@@ -140,6 +145,8 @@ class SelfDrafter:
         """Draft with a copy, which is called as the model of `adapter` is."""
         self.adapter, self._make_copy = adapter, make_copy
         self.copy = make_copy()
+        self.direct: Direct | None = None
+        """The copy in one call, if it can be called so."""
         self.passes = Passes()
         """Decides how many passes pay."""
         self.first_ms = math.inf
@@ -150,6 +157,20 @@ class SelfDrafter:
     def renew(self) -> None:
         """Make the copy anew, as the model's weights have changed."""
         self.copy = self._make_copy()
+        if self.direct is not None:
+            self.direct = self._find_direct()
+
+    def _find_direct(self) -> Direct | None:
+        model = getattr(self.copy, "model", None)
+        return Direct.of(model, self.adapter.layer_rules) if model is not None and self.adapter.reads_pages else None
+
+    @torch.no_grad()
+    def go_direct(self, like: KVCache) -> None:
+        """Call the copy's parts in place of its forward from now on, if they give its logits in `like`."""
+        rows = [Row.chain(0, 0, [1, 2, 3], 3)]
+        expected, direct = self._logits(rows, like), self._find_direct()
+        if direct is not None and torch.allclose(direct.logits(rows, like), expected, rtol=1e-3, atol=1e-3):
+            self.direct = direct
 
     def learn(self, slot: int, num_tokens: int, emitted: Sequence[int]) -> None:
         """Count the choices behind a sequence of `num_tokens` tokens by what the model has emitted there."""
@@ -193,6 +214,8 @@ class SelfDrafter:
 
     def _logits(self, rows: Sequence[Row], cache: KVCache) -> Tensor:
         """The copy's logits [entries, V] after each entry of each row."""
+        if self.direct is not None:
+            return self.direct.logits(rows, cache)
         if len(rows) > 1 and not self.adapter.packed:
             return torch.cat([self._logits([row], cache) for row in rows])
         return self.adapter.forward(self.adapter.step_inputs(rows, cache), cache, model=self.copy)
@@ -210,6 +233,9 @@ class SelfDrafter:
                     logits[start] = scores[0] if scores is not None else torch.nan
                 start += len(mine)
         selection = Selection.build([(each.params, mine) for each, mine in zip(active, positions, strict=True)])
+        if native.draft_rows is not None and logits.device.type == "cpu":
+            drafted, odds = in_cpp.drafts(logits, selection, NUM_LIKELY)
+            return drafted[:, 0].tolist(), drafted.tolist(), odds.tolist()
         selection = selection.to(logits.device)
         chosen = pick(logits, selection)
         tokens, odds = likeliest(logits, selection)
