@@ -19,7 +19,7 @@ from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, is_driver
 from lpr.dist.errors import MeshChangedError, first_line
 from lpr.engine import handover
-from lpr.engine.ahead import begin_passes, count_passes
+from lpr.engine.ahead import begin_passes, count_passes, passes_ms
 from lpr.engine.build import Parts, allocate, tree_sizes
 from lpr.engine.commands import Command, Compile, Configure, Costs, Drain, Learn, TakeIn
 from lpr.engine.drafts import DraftIndexes
@@ -187,7 +187,8 @@ class Replica(StepHooks):
         self.hooks.begin_step()
         begun = {request.admission for request in schedule.decoding}
         waiting = [request for request in self.scheduler.running if request.admission not in begun]
-        self.sizer.begin_step(schedule.decoding, schedule.filling, waiting)
+        spent_ms = passes_ms(self.model) if self.comm.size == 1 else 0.0
+        self.sizer.begin_step(schedule.decoding, schedule.filling, waiting, spent_ms)
         begin_passes(self.model, schedule.decoding, self.sizer.times)
         # With the length of the shared index, a rank that has learned something else is found at once.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
@@ -218,7 +219,7 @@ class Replica(StepHooks):
                 self.model.rests = self.pace.rests
                 if self.model.guesser is not None:
                     self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)
-            count_passes(self.model, outcomes, ms, self.sizes.num_nodes)
+            count_passes(self.model, outcomes, ms - guess_ms, self.sizes.num_nodes)
             # A head or copy takes its time whatever the tree is: as the nodes' it would make all of them dearer.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
         for request in self.scheduler.running:

@@ -13,6 +13,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,12 @@ class Ending:
     text_shares: list[float] = field(default_factory=list)
     gain: float = 0.0
     """The probability that the chain is right and the next pass finds more than the text has."""
+    run: float = 0.0
+    """Tokens that the text is expected to bring behind the sequence, without a pass."""
+    num_together: int = 1
+    """Sequences of the step."""
+    ms: float = 0.0
+    """This sequence's part of the time of the passes that were made."""
     _parent: int = 0
     """The guess of the last choice."""
 
@@ -101,6 +109,8 @@ class Ending:
         text, shares = self.continuation(self.chain, limit) if limit > 0 else no_text((), 0)
         count, path = passes.likely_text(shares)
         self.text, self.text_shares = list(text[:count]), list(shares[:count])
+        if not self.chain:
+            self.run = sum(accumulate(shares, mul))
         self.gain = passes.path(self.shares) * (1.0 - path if count == limit > 0 else 1.0)
 
     def row(self) -> Row:
@@ -151,6 +161,8 @@ class SelfDrafter:
         """Decides how many passes pay."""
         self.first_ms = math.inf
         """Milliseconds of a pass of one token, as measured at start."""
+        self.spent_ms = 0.0
+        """Milliseconds of the passes since `begin`, as passes of late take them."""
         self._last: dict[int, Ending] = {}
         """What was drafted last, by slot."""
 
@@ -172,16 +184,28 @@ class SelfDrafter:
         if direct is not None and torch.allclose(direct.logits(rows, like), expected, rtol=1e-3, atol=1e-3):
             self.direct = direct
 
-    def learn(self, slot: int, num_tokens: int, emitted: Sequence[int]) -> None:
-        """Count the choices behind a sequence of `num_tokens` tokens by what the model has emitted there."""
+    def learn(self, slot: int, num_tokens: int, emitted: Sequence[int], ms: float) -> None:
+        """Count what was drafted behind a sequence of `num_tokens` tokens by what the model has emitted there.
+
+        `ms` is the sequence's part of the time of the step that did.
+        """
         drafted = self._last.pop(slot, None)
         if drafted is not None and drafted.num_cached + 1 == num_tokens:
             self.passes.copy.count(drafted.shares, drafted.chain, emitted)
+            is_drafted, ms = bool(drafted.chain), ms + drafted.ms
+            self.passes.count_tokens(drafted.num_together, drafted.run, is_drafted, len(emitted), ms)
 
     def begin(self, endings: Sequence[Ending]) -> list[Ending]:
         """Those of `endings` that a first pass drafts behind; none if it does not pay."""
-        active = [each for each in endings if each.is_open]
-        return active if self._pays(active, 0) else []
+        active, self.spent_ms = [each for each in endings if each.is_open], 0.0
+        for each in active:
+            each.look(self.passes)
+            each.num_together = len(active)
+        self._last.update({each.slot: each for each in active})
+        if not active:
+            return []
+        num_entries = sum([1 + len(each.text) for each in active])
+        return active if self.passes.begins([each.run for each in active], num_entries) else []
 
     def _pays(self, active: Sequence[Ending], num_made: int) -> bool:
         for each in active:
@@ -193,7 +217,6 @@ class SelfDrafter:
     def draft(self, endings: Sequence[Ending], cache: KVCache) -> None:
         """Let drafts follow `endings`, by a pass and further ones while they pay."""
         active, num_made = list(endings), 0
-        self._last.update({each.slot: each for each in endings})
         while active:
             began = time.perf_counter()
             rows = [each.row() for each in active]
@@ -210,6 +233,10 @@ class SelfDrafter:
                     going.append(each)
             num_made += 1
             self.passes.count_pass(start, (time.perf_counter() - began) * 1e3)
+            took = self.passes.pass_time(start)
+            self.spent_ms += took
+            for each in active:
+                each.ms += took / len(active)
             active = going if self._pays(going, num_made) else []
 
     def _logits(self, rows: Sequence[Row], cache: KVCache) -> Tensor:
