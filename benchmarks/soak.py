@@ -124,6 +124,7 @@ def measure(options: SoakOptions, console: Console) -> dict[str, Any]:
     tally, stop = Tally(), threading.Event()
     with tempfile.TemporaryDirectory() as name:
         flags = ["--model", model, "--lp", str(options.lp), "--max-batch-size", str(SLOTS), "--request-timeout", "300"]
+        flags += ["--swap-space", "0.05"]  # GiB: K/V fills up to 4 of host memory, and would hide a leak
         flags += shlex.split(options.flags)
         with attacked(Path(name), flags, options.threads) as service:
             process = psutil.Process(service.pid)

@@ -297,9 +297,9 @@ class Request:
             named = [Source(sources[node]).name.lower() for node in path[1 : 1 + taken]]
             chunk.sources = [*named, MODEL_SOURCE][:taken]
         self._unwritten.append(chunk)
+        self._add(chunk)
         if self.params.stop:  # the tokens are decoded, and a chunk has the text of its own ones
             self._write_texts()
-        self._add(chunk)
 
     def _add(self, chunk: Chunk) -> None:
         chunk.predicted = self.predicted
@@ -307,10 +307,10 @@ class Request:
             chunk.finish_reason, chunk.stop_reason = self.finish_reason, self.text_stream.stop_reason
             chunk.usage = self._stats.usage(min(self.num_cached_tokens, self.num_prompt))
             chunk.failure = Failure(ErrorCode.GENERATION_FAILED, self.error) if self.error is not None else None
-            self._is_over = True
-        self._num_added += len(chunk.token_ids)
         self._logprobs += chunk.logprobs or ()
-        self._chunks.append(chunk)
+        self._chunks.append(chunk)  # what follows is found again in it by `abandon`
+        self._num_added += len(chunk.token_ids)
+        self._is_over = chunk.finish_reason is not None
 
     def abandon(self, error: str | None) -> None:
         """End the request after an exception that may have left its last step in part: what is in no chunk is dropped.
@@ -318,6 +318,10 @@ class Request:
         It ends by `error`, or is aborted without one. A request that has its last chunk stays as it is.
         """
         self.state = None
+        if self._chunks:
+            last = self._chunks[-1]
+            self._num_added, self._is_over = last.start + len(last.token_ids), last.finish_reason is not None
+        del self._logprobs[self._num_added - self._delivered[0] :]
         if self._is_over:
             return
         for chunk in self._unwritten:  # their text is lost

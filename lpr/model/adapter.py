@@ -20,7 +20,7 @@ from lpr.model.multimodal import takes_positions
 from lpr.model.rewrite.base import Setting, Stage
 from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.rewrite.table import rewrite
-from lpr.model.step_inputs import Row, StepInputs, current_step, step_scope
+from lpr.model.step_inputs import Row, StepInputs, current_step, in_step
 from lpr.model.transformers_versions import passed
 
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
@@ -162,10 +162,12 @@ class Adapter:
         extra |= passed(cache, self.model)
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
         direct = torch.compiler.set_stance("force_eager") if is_compiled and not compiled else nullcontext()
-        with self.lock, direct, step_scope(inputs):
+        with self.lock, direct:
             changed = self.trains or self.model.training or names_of(self._configs) != self._names
             with self._restored() if changed else nullcontext():
-                output = (model or self.model)(
+                output = in_step(
+                    inputs,
+                    model or self.model,
                     input_ids=inputs.tokens,
                     use_cache=True,
                     logits_to_keep=inputs.logits_to_keep,

@@ -208,7 +208,7 @@ class KVCache(StatesInCache, Cache):
         [1, H, rows, D], of which `of_block` takes a block's.
         """
         step = current_step()
-        assert step is not None, "a KVCache works only inside step_scope"
+        assert step is not None, "a KVCache works only inside in_step"
         if layer_idx not in self.layer_tensors:
             self._add_layer(layer_idx, key_states, value_states)
         states, block = (key_states, value_states), step.blocks[0]

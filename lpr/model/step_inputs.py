@@ -1,14 +1,13 @@
 """One forward as data: its rows, blocks and tensors, and the forward that a thread evaluates.
 
 Neither registry of transformers hands user arguments through to a mask function, so masks, attention, family shims and
-the cache learn of the step from a thread-local.
+the cache learn of the step from a context variable.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 from lpr.model.tree_mask import Paths, TreeMask
 
 T = TypeVar("T")
-_local = threading.local()
+_step: ContextVar[StepInputs | None] = ContextVar("_step", default=None)
 
 
 @dataclass(frozen=True)
@@ -231,17 +230,19 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@contextmanager
-def step_scope(inputs: StepInputs) -> Iterator[None]:
-    """Make `inputs` the current step of this thread for the duration of one forward."""
-    outer = current_step()
-    _local.step = inputs
-    try:
-        yield
-    finally:
-        _local.step = outer
+def in_step(inputs: StepInputs, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call `function` with `inputs` as the current step of this thread.
+
+    The context ends in C: after a `finally` in Python, Ctrl-C could leave a step that spoils each later forward.
+    """
+    return copy_context().run(_call_in, inputs, function, args, kwargs)
+
+
+def _call_in(inputs: StepInputs, function: Callable[..., T], args: Any, kwargs: Any) -> T:
+    _step.set(inputs)
+    return function(*args, **kwargs)
 
 
 def current_step() -> StepInputs | None:
     """The step that this thread evaluates, or None outside a step."""
-    return getattr(_local, "step", None)
+    return _step.get()

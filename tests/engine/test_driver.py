@@ -21,6 +21,7 @@ from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
+from lpr.model.step_inputs import Row, current_step, in_step
 from lpr.protocol import Chunk
 from tests.fakes.interruptions import interrupted_at
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
@@ -43,7 +44,7 @@ def engine(model: PreTrainedModel) -> Engine:
 
 def assert_right(engine: Engine, expected: list[list[int]], prompts: list[list[int]] = PROMPTS) -> None:
     """The engine is idle, its pages are in order, and its answers are right, also to prompts that repeat outputs."""
-    assert engine.is_idle and not engine.requests
+    assert engine.is_idle and not engine.requests and current_step() is None
     for pages in engine.scheduler.placement._pages:
         nodes = list(pages.pool.roots)
         for node in nodes:
@@ -144,6 +145,16 @@ def wrong_after_interrupts(model: PreTrainedModel, expected: list[list[int]], co
 
 def test_interrupts_at_any_line(model: PreTrainedModel, expected: list[list[int]]) -> None:
     assert wrong_after_interrupts(model, expected, 25) == []
+
+
+@pytest.mark.parametrize("number", range(1, 10))
+def test_an_interrupt_leaves_no_current_step(model: PreTrainedModel, number: int) -> None:
+    """A forward of the model by its own program would be spoilt by one."""
+    runner = Engine.from_model(model, decode=DECODE).model
+    inputs = runner.adapter.inputs([Row(0, 0, [1], [-1], [0], 1)], runner.cache)
+    with interrupted_at(number), contextlib.suppress(KeyboardInterrupt):
+        in_step(inputs, current_step)
+    assert current_step() is None
 
 
 def test_mutant_nothing_is_recovered(

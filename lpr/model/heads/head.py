@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lpr.model.step_inputs import StepInputs, step_scope
+from lpr.model.step_inputs import StepInputs, in_step
 from lpr.model.transformers_versions import passed
 
 
@@ -57,8 +57,6 @@ class DraftHead(nn.Module):
 
     def step(self, embeddings: Tensor, hidden: Tensor, inputs: StepInputs) -> Tensor:
         """`forward` over the entries of `inputs`, whose K/V goes to its cache."""
-        with step_scope(inputs):
-            done: Tensor = self(
-                embeddings, hidden, position_ids=inputs.positions, use_cache=True, **passed(inputs.cache, self.block)
-            )
+        given: Any = {"position_ids": inputs.positions, "use_cache": True, **passed(inputs.cache, self.block)}
+        done: Tensor = in_step(inputs, self, embeddings, hidden, **given)
         return done

@@ -96,7 +96,7 @@ class States:
 
     def _begin_step(self) -> list[Layout]:
         step = current_step()
-        assert step is not None, "states work only inside step_scope"
+        assert step is not None, "states work only inside in_step"
         if step is not self._step:
             self._step, self._layouts = step, layouts(step, step.tokens.device)
             self._convolution, self._counts = None, {}
