@@ -38,6 +38,8 @@ from lpr.model.step_inputs import Row
 
 LONGEST = 16
 """Most tokens of a draft."""
+LONGEST_STEP = 128
+"""Tokens of a step at most: more have come to another request in the slot."""
 LONGEST_TEXT = 7
 """Most tokens of the text that a pass evaluates."""
 SIBLINGS = 2
@@ -165,6 +167,8 @@ class SelfDrafter:
         """Milliseconds of the passes since `begin`, as passes of late take them."""
         self._last: dict[int, Ending] = {}
         """What was drafted last, by slot."""
+        self._ended: dict[int, tuple[Ending, float]] = {}
+        """What was drafted for the step before, and the milliseconds of drafts and step."""
 
     def renew(self) -> None:
         """Make the copy anew, as the model's weights have changed."""
@@ -189,11 +193,15 @@ class SelfDrafter:
 
         `ms` is the sequence's part of the time of the step that did.
         """
-        drafted = self._last.pop(slot, None)
-        if drafted is not None and drafted.num_cached + 1 == num_tokens:
-            self.passes.copy.count(drafted.shares, drafted.chain, emitted)
-            is_drafted, ms = bool(drafted.chain), ms + drafted.ms
-            self.passes.count_tokens(drafted.num_together, drafted.run, is_drafted, len(emitted), ms)
+        if (before := self._ended.pop(slot, None)) is not None:  # what other ranks have of a path is known by now
+            drafted, took = before
+            num_new = num_tokens - drafted.num_cached - 1
+            if 0 < num_new <= LONGEST_STEP:
+                self.passes.count_tokens(drafted.num_together, drafted.run, bool(drafted.chain), num_new, took)
+        last = self._last.pop(slot, None)
+        if last is not None and last.num_cached + 1 == num_tokens:
+            self.passes.copy.count(last.shares, last.chain, emitted)
+            self._ended[slot] = last, ms + last.ms
 
     def begin(self, endings: Sequence[Ending]) -> list[Ending]:
         """Those of `endings` that a first pass drafts behind; none if it does not pay."""

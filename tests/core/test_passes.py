@@ -101,6 +101,7 @@ def test_a_busy_machine_changes_no_decision() -> None:
     passes = Passes(first_ms=8.0)
     assert sum(run(passes, 12.0, right=0.5)[-50:]) <= 6
     assert sum(run(passes, 12.0, right=0.5, load=3.0)) <= 60
+    assert run(Passes(first_ms=6.0), 6.0, num_steps=150, load=3.0)[-1] >= 3
 
 
 def test_many_sequences_rest_where_one_does_not() -> None:
@@ -128,6 +129,7 @@ def test_without_step_times_a_pass_goes_by_the_last_step() -> None:
         passes.count_step(1, 1, 17.0)
         passes.count_tokens(1, 0.0, True, 2, 23.0)
     assert made(passes) >= 3 and made(passes, right=0.2) == 1
+    assert passes.step_time(9, 1) == 17.0
 
 
 def test_agreement_follows_what_was_right() -> None:
