@@ -6,7 +6,9 @@ torch here: the front must not load it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -54,12 +56,14 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     """Why a request has ended with `finish_reason` "error"."""
 
     code: ErrorCode
-    message: str
-    """One line."""
+    message: str  # one line
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Complete a prompt, or continue an output of which a part was delivered."""
+    """Complete a prompt, or continue an output of which a part was delivered.
+
+    The one description of a request, from the validated body of a service, or a call of the engine, to its requests.
+    """
 
     id: RequestId
     token_ids: list[int]
@@ -88,6 +92,22 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     predicted: tuple[int, int] = (0, 0)
     """Tokens drafted from the prediction so far, and those of them in the output."""
 
+    @classmethod
+    def of(cls, prompt_ids: list[int], params: SamplingParams, delivered: Sequence[int] = (), **fields: Any) -> Submit:
+        """A request that has no number yet, with the output `delivered` so far."""
+        tokens = [*prompt_ids, *delivered] if delivered else prompt_ids
+        return cls(0, tokens, params, len(prompt_ids), **fields)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt; not to be written to."""
+        return self.token_ids if self.num_prompt == len(self.token_ids) else self.token_ids[: self.num_prompt]
+
+    @property
+    def delivered(self) -> list[int]:
+        """The output tokens that were delivered already."""
+        return self.token_ids[self.num_prompt :]
+
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Drop a request. A finished or unknown one is ignored."""
@@ -102,29 +122,21 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one output position, before penalties, temperature and top-k/top-p/min-p."""
 
-    logprob: float
-    """Of the chosen token."""
-    top: list[tuple[int, float]] = []
-    """The most likely tokens and theirs, most likely first."""
+    logprob: float  # of the chosen token
+    top: list[tuple[int, float]] = []  # the most likely tokens and theirs, most likely first
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
     """The work that a request took since the ranks began or resumed it."""
 
-    num_steps: int = 0
-    """Decode steps."""
-    num_fill_steps: int = 0
-    """Steps of chunked prefill."""
-    num_cached: int = 0
-    """Prompt tokens found in the prefix cache."""
+    num_steps: int = 0  # decode steps
+    num_fill_steps: int = 0  # steps of chunked prefill
+    num_cached: int = 0  # prompt tokens found in the prefix cache
     drafted: int = 0
     accepted: int = 0
-    accepted_per_depth: list[int] = []
-    """Accepted speculative tokens by depth in the tree; the first is depth 1."""
-    by_source: dict[str, tuple[int, int]] = {}
-    """Drafted and accepted nodes by draft source."""
-    num_tokens: int = 0
-    """Tokens emitted in these steps."""
+    accepted_per_depth: list[int] = []  # accepted speculative tokens by depth in the tree; the first is depth 1
+    by_source: dict[str, tuple[int, int]] = {}  # drafted and accepted nodes by draft source
+    num_tokens: int = 0  # tokens emitted in these steps
 
 
 class Chunk(msgspec.Struct, array_like=True):

@@ -1,4 +1,4 @@
-// The search of one draft. Specification: lpr/core/drafting.py. Included by drafting.h, which has the evidence.
+// The search of one draft. Specification: lpr/core/search.py. Included by drafting.h, which has the evidence.
 #pragma once
 
 #include "drafting.h"

@@ -30,8 +30,7 @@ from lpr.native import SuffixIndex
 
 PIECE = 1 << 16
 """Characters tokenised as one string, cut at the end of a line: only tokens across that cut can differ."""
-BATCH = 1 << 20
-"""Characters tokenised in one call."""
+BATCH = 1 << 20  # characters tokenised in one call
 Skip = Callable[[str], None]
 
 
@@ -66,8 +65,6 @@ class Piece(NamedTuple):
 
 @dataclass
 class Counts:
-    """Totals of the added text."""
-
     files: int = 0
     skipped: int = 0
     documents: int = 0
@@ -222,7 +219,6 @@ def why_no_text(path: Path) -> str | None:
 
 
 def text_pieces(path: Path) -> Iterator[Piece]:
-    """A text file as one document."""
     # A character that became undecodable since `why_no_text` is replaced, which can only make a draft worse.
     with open(path, encoding="utf-8-sig", errors="replace") as file:
         rest = ""
@@ -238,7 +234,6 @@ def text_pieces(path: Path) -> Iterator[Piece]:
 
 
 def field_pieces(path: Path, field: str, skip: Skip) -> Iterator[Piece]:
-    """The documents of a JSON Lines file."""
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             if not raw.strip():

@@ -22,12 +22,10 @@ class Run:
     num_steps: int
     num_tokens: int
     seconds: float
-    equal: bool | None
-    """True if the tokens are those of plain decoding; None for plain decoding itself."""
+    equal: bool | None  # True if the tokens are those of plain decoding; None for plain decoding itself
 
     @property
     def tokens_per_step(self) -> float:
-        """S, the step compression."""
         return self.num_tokens / max(1, self.num_steps)
 
 

@@ -208,5 +208,4 @@ def file_job(args: Args, world: World, goes_on: bool = False, takes_over: bool =
 
 
 def keeping_of(args: Args) -> Keeping:
-    """The files of the job besides its prompts and output."""
     return Keeping(args.trie, args.trace, args.trace_steps)

@@ -60,10 +60,8 @@ def check_trie(path: Path | None) -> None:
 class Keeping:
     """The files of a job besides its prompts and output."""
 
-    trie: Path | None = None
-    """Trie to draft from, and to save at the end."""
-    trace: Path | None = None
-    """HTML page that shows the steps."""
+    trie: Path | None = None  # trie to draft from, and to save at the end
+    trace: Path | None = None  # HTML page that shows the steps
     trace_steps: int = 0
 
     @contextmanager
@@ -94,8 +92,7 @@ class FileJob:
 
     writer: OrderedWriter
     sampling: SamplingParams
-    facts: dict[str, Any]
-    """Facts of the job that each record includes."""
+    facts: dict[str, Any]  # facts of the job that each record includes
     keeping: Keeping
     as_json: bool
     takes_over: bool = False
@@ -260,7 +257,6 @@ def _record(done: Completion) -> dict[str, Any]:
 
 
 def _logprobs(done: Completion) -> dict[str, Any]:
-    """The record's log-probabilities, if there are any."""
     if done.logprobs is None:
         return {}
     return {"logprobs": [{"logprob": each.logprob, "top": [*each.top]} for each in done.logprobs]}

@@ -14,8 +14,7 @@ from typing import Any, Self
 from lpr.config import InputError, SamplingParams
 from lpr.files import append_whole, start_lines
 
-SPARE = 65536
-"""Bytes that the disk must have room for when the output is opened."""
+SPARE = 65536  # bytes that the disk must have room for when the output is opened
 _SAMPLING_FIELDS = [each.name for each in fields(SamplingParams)]
 _RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """OpenAI's and vLLM's names of fields of SamplingParams."""
@@ -31,15 +30,12 @@ _BATCH_URL = "/v1/completions"
 class PromptLine:
     """One line of a prompts file: a prompt, or an error."""
 
-    number: int
-    """From 1."""
+    number: int  # from 1
     prompt: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """The line's other fields, which its output line keeps."""
+    extra: dict[str, Any] = field(default_factory=dict)  # the line's other fields, which its output line keeps
     sampling: dict[str, Any] = field(default_factory=dict)
     """Those of them that are fields of SamplingParams; they override the command's for this line."""
-    prediction: str | list[int] | None = None
-    """Text or token ids that the output is likely to repeat in large part."""
+    prediction: str | list[int] | None = None  # text or token ids that the output is likely to repeat in large part
     error: str | None = None
 
 
@@ -80,7 +76,6 @@ def _parse(number: int, raw: bytes) -> PromptLine:
 
 
 def _extra(record: dict[str, Any]) -> dict[str, Any]:
-    """The fields that an output line keeps: not `error`, which would say that the line was not completed."""
     return {name: value for name, value in record.items() if name not in ("prompt", "error")}
 
 

@@ -236,7 +236,6 @@ def recommend(
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print the table and the recommendation."""
     facts, gpu, decode = plan.facts, plan.machine.gpu, plan.decode
     launch = "eager launches" if plan.machine.is_eager else "captured graphs"
     console.print(
@@ -278,7 +277,6 @@ def rates(plan: Plan, mesh: Mesh) -> dict[float, Prediction]:
 
 
 def cells(plan: Plan, row: Footprint) -> list[str]:
-    """The table's row of a mesh."""
     if row.problem is not None:
         return [str(row.mesh), "", "", "", "[red]impossible[/red]"]
     spare = (plan.machine.gpu.memory - row.total_bytes) / GIB
@@ -331,7 +329,6 @@ def row_json(plan: Plan, row: Footprint) -> dict[str, Any]:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values."""
     return {
         "model": plan.facts.name,
         "origin": plan.planned.origin,

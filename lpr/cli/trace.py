@@ -44,17 +44,14 @@ class Recorder(StepHooks):
     _last: float = 0.0
 
     def begin_step(self) -> None:
-        """Start the clock."""
         self._phases, self._last = {}, time.perf_counter()
 
     def end_phase(self, phase: str) -> None:
-        """Take the phase's time."""
         now = time.perf_counter()
         self._phases[phase] = round((now - self._last) * 1e3, 4)
         self._last = now
 
     def end_step(self, batch: Sequence[Request], outcomes: Sequence[Outcome], chunks: Iterable[Chunk]) -> None:
-        """Record the step that has just been timed."""
         for request, outcome, chunk in zip(batch, outcomes, chunks, strict=True):
             if self.num_steps == self.max_steps:
                 self.num_left_out += 1

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 
 from lpr.core.tree import TokenTree
 
-NOT_A_NUMBER = -1
-"""The model's logits after the node are not numbers, or all -inf: there is nothing to choose from."""
-PROCESSOR_FAILED = -2
-"""A logits processor of the request raised an error, or left nothing to choose from."""
+NOT_A_NUMBER = -1  # the model's logits after the node are not numbers, or all -inf: there is nothing to choose from
+PROCESSOR_FAILED = -2  # a logits processor of the request raised an error, or left nothing to choose from
 
 
 def as_guess(token: int) -> int:

@@ -19,12 +19,9 @@ from lpr.core.suffix_index import SuffixIndex
 class Alignment(NamedTuple):
     """Places of the next token in a text, as indices into the tokens of its suffix index, which forgets nothing."""
 
-    cursors: tuple[tuple[int, int], ...]
-    """Place and strength (1 to MAX_MATCH), the strongest first."""
-    anchor: int = 0
-    """The latest place that was sure."""
-    lost: int = 0
-    """Tokens of the output since a place was sure."""
+    cursors: tuple[tuple[int, int], ...]  # place and strength (1 to MAX_MATCH), the strongest first
+    anchor: int = 0  # the latest place that was sure
+    lost: int = 0  # tokens of the output since a place was sure
 
     def follow(self, index: SuffixIndex, context: Sequence[int]) -> Alignment:
         """The alignment after one more token of the output, the last of `context`."""

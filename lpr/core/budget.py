@@ -84,12 +84,9 @@ class Price:
 class DraftRequest:
     """The size of a sequence's draft."""
 
-    nodes: int
-    """Most nodes to draft besides the Jacobi window's."""
-    price: Price | None
-    """When to stop before that; None never stops."""
-    window: int
-    """Columns of the Jacobi window; 0: it does not run."""
+    nodes: int  # most nodes to draft besides the Jacobi window's
+    price: Price | None  # when to stop before that; None never stops
+    window: int  # columns of the Jacobi window; 0: it does not run
     trusts: Sequence[float] | None = None
     """By band of depths, the factor of path probabilities (AcceptanceHistory.trusts); None: 1."""
 
@@ -102,20 +99,16 @@ class Draft:
     probabilities: list[float]
     """[len(tree)], path probability of each node, as far as it is trusted, 1 at the root; the window's own nodes have 0
     or the heap's value."""
-    num_window: int
-    """The first nodes, root and Jacobi window, which stay."""
-    trusts: Sequence[float] | None = None
-    """As in its DraftRequest."""
+    num_window: int  # the first nodes, root and Jacobi window, which stay
+    trusts: Sequence[float] | None = None  # as in its DraftRequest
 
 
 @dataclass
 class Promises:
     """How many promised nodes were accepted; older steps count less."""
 
-    expected: float = 0.0
-    """Accepted nodes that path probabilities promised."""
-    accepted: float = 0.0
-    """Accepted nodes."""
+    expected: float = 0.0  # accepted nodes that path probabilities promised
+    accepted: float = 0.0  # accepted nodes
 
     def trust(self, first: float = 1.0) -> float:
         """Factor for path probabilities, by the accepted part of earlier promises; `first` without any."""
@@ -152,12 +145,9 @@ class AcceptanceHistory:
     by_band: list[Promises] = field(default_factory=lambda: [Promises() for _ in range(constants.NUM_BANDS)])
     offered: list[float] = field(default_factory=_no_offer)
     """By band, accepted nodes that the tree of the running step promises, as if all promises were kept."""
-    quiet: int = 0
-    """Steps in a row whose best size was no draft at all."""
-    pause: int = 0
-    """Plain steps until drafts are tried again."""
-    is_new: bool = True
-    """True until a step of the sequence is counted."""
+    quiet: int = 0  # steps in a row whose best size was no draft at all
+    pause: int = 0  # plain steps until drafts are tried again
+    is_new: bool = True  # True until a step of the sequence is counted
 
     def trusts(self, first: Sequence[float] = (1.0,) * constants.NUM_BANDS) -> list[float]:
         """By band, the factor for path probabilities; `first` where nothing was tried.
@@ -205,7 +195,6 @@ class FixedBudget:
         self._request = self._requests[num_homes - 1]
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
-        """The same draft in every step."""
         return self._request
 
     def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
@@ -225,8 +214,7 @@ class AdaptiveBudget:
 
         `times` are milliseconds at `constants.KNOTS` of a step of one sequence (StepTimes.row).
         """
-        self.times = times
-        """Milliseconds at `constants.KNOTS` of a step like the running one."""
+        self.times = times  # Milliseconds at `constants.KNOTS` of a step like the running one
         self.other_tokens = 0.0
         """Tokens that other requests are expected to get in the running step, which lasts as long for all."""
         self._step = (1, 0)
@@ -236,8 +224,7 @@ class AdaptiveBudget:
             constants.FIRST_WINDOW_YIELD,
             max(0.0, constants.POOL_YIELD * math.log2((1 + config.window_size) / 3)),
         )
-        self._yield = self._first_yield
-        """Tokens a step that the window and its pool are expected to earn."""
+        self._yield = self._first_yield  # tokens a step that the window and its pool are expected to earn
         self.window = False
         if self._window_nodes:
             earned = total(self._first_yield)

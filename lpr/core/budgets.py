@@ -33,7 +33,6 @@ class Budgets:
         self._step = 0
 
     def __len__(self) -> int:
-        """Number of budgets kept."""
         return len(self._by_homes)
 
     def begin_step(self, prices: Prices) -> None:

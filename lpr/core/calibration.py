@@ -44,8 +44,7 @@ class Calibration:
 
     def __init__(self, is_sampled: bool = False) -> None:
         """The shipped frequencies, fitted on recorded completions, for a request that is greedy or that samples."""
-        self.frequencies = constants.SHIPPED_FREQUENCIES[is_sampled][:]
-        """Per cell, from 0 to 1."""
+        self.frequencies = constants.SHIPPED_FREQUENCIES[is_sampled][:]  # per cell, from 0 to 1
         self.trials = constants.SHIPPED_TRIALS[is_sampled][:]
         """Per cell: the number of trials that its frequency counts for."""
         self._digest = Digest()

@@ -29,7 +29,6 @@ class FixedPrice(Price):
     """A price that does not rise."""
 
     def __init__(self, floor: float) -> None:
-        """Drafts end below `floor`."""
         self.floor = floor
 
     def take(self, probability: float) -> None:
@@ -40,7 +39,6 @@ class ChainRecord:
     """What the sequences of a server have shown together. A new one starts from its calibration."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.calibration = Calibration()
         self.acceptance = Promises()
 
@@ -52,8 +50,7 @@ class ChainState:
 
     def __init__(self, config: TreeSizes, shared: SuffixIndex | None = None) -> None:
         """A sequence of which nothing was read; it drafts from its own text and from the `shared` index."""
-        self.tokens: list[int] = []
-        """The text read so far."""
+        self.tokens: list[int] = []  # the text read so far
         self._drafter = Drafter(config, shared)
         self._acceptance = Promises()
         self._is_readable = True
@@ -62,7 +59,6 @@ class ChainState:
         self._probabilities: list[float] = []
 
     def __len__(self) -> int:
-        """Tokens read."""
         return len(self.tokens)
 
     def continues_in(self, text: np.ndarray) -> bool:
@@ -166,8 +162,7 @@ class Chains:
         """Chains chosen among `num_nodes` nodes per sequence. `times` are those of a step at `constants.KNOTS`."""
         if num_nodes < 1 or len(times) != len(constants.KNOTS):
             raise ValueError(f"num_nodes={num_nodes} must be at least 1, times must be {len(constants.KNOTS)}")
-        self.times = list(times)
-        """Times of a step at `constants.KNOTS` tokens, in any unit; set before a draft."""
+        self.times = list(times)  # times of a step at `constants.KNOTS` tokens, in any unit; set before a draft
         self.plain_part = 1.0
         """Time of a step without drafts, as a part of that in `times` for as many tokens; set before a draft."""
         self._num_nodes = num_nodes

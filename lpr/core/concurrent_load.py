@@ -21,8 +21,7 @@ import numpy as np
 from lpr.core.constants import KNOTS
 from lpr.core.step_times import times_at
 
-MEMORY = 8
-"""Steps whose trees predict those of the next one."""
+MEMORY = 8  # steps whose trees predict those of the next one
 
 PART = 0.5
 """Part of the others' trees that counts. Each rank may grow as far as the others have, so with all of it trees never
@@ -44,19 +43,15 @@ def times_under_load(times: Sequence[float], own: int, others: Sequence[float]) 
 class Work:
     """What is known of a step before it is drafted."""
 
-    served: Sequence[int]
-    """Per rank, the requests that it drafts for."""
-    pending: Sequence[int]
-    """Per rank, the tokens of these requests that it evaluates besides their trees."""
-    fills: Sequence[int]
-    """Per rank, the tokens that it fills of chains longer than a tree."""
+    served: Sequence[int]  # per rank, the requests that it drafts for
+    pending: Sequence[int]  # per rank, the tokens of these requests that it evaluates besides their trees
+    fills: Sequence[int]  # per rank, the tokens that it fills of chains longer than a tree
 
 
 class ConcurrentLoad:
     """The size of the ranks' trees in the last steps; alike on all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
-        """No step yet."""
         self._recent: list[deque[float]] = [deque(maxlen=MEMORY) for _ in range(num_ranks)]
         """Per rank, the nodes per request that it has evaluated."""
 

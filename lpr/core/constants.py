@@ -16,39 +16,25 @@ from lpr.core.tree import Source
 
 # Evidence (lpr.core.drafting, lpr.core.evaluated). POOL_MATCH and RECYCLED_WEIGHT were measured with the bundled model:
 # recorded completions hold no guesses of a model.
-MAX_MATCH = 16
-"""Longest context match that counts; longer ones predict no better."""
-GROWTH = 1.3
-"""Factor of a place's weight per matching token before it: 1.3^match."""
-NOVELTY = 5.0
-"""Weight kept back for tokens that the evidence does not hold."""
-SHARED_TRUST = 0.4
-"""Weight of a place in the shared draft index; one of the request itself has 1."""
-REPLACED_TRUST = 0.3
-"""Factor of places where the last token differs."""
-POOL_MATCH = 3
-"""A pooled n-gram weighs as much as a match of this length: the model itself guessed it nearby."""
-RECYCLED_WEIGHT = 128.0
-"""Weight that a token's recycled candidates share, each by its probability."""
+MAX_MATCH = 16  # longest context match that counts; longer ones predict no better
+GROWTH = 1.3  # factor of a place's weight per matching token before it: 1.3^match
+NOVELTY = 5.0  # weight kept back for tokens that the evidence does not hold
+SHARED_TRUST = 0.4  # weight of a place in the shared draft index; one of the request itself has 1
+REPLACED_TRUST = 0.3  # factor of places where the last token differs
+POOL_MATCH = 3  # a pooled n-gram weighs as much as a match of this length: the model itself guessed it nearby
+RECYCLED_WEIGHT = 128.0  # weight that a token's recycled candidates share, each by its probability
 SIBLING_TRUST = 0.5
 """Factor of the candidates of a node whose context differs in one token (EvaluatedNodes.of_siblings)."""
-MOST_SIBLINGS = 4
-"""Rejected children of one node that are followed, in the order in which they were drafted."""
+MOST_SIBLINGS = 4  # rejected children of one node that are followed, in the order in which they were drafted
 PAIR_BITS = 12
 """Pairs of tokens are kept in 2^12 slots, each in the slot that its hash chooses, the newest pair alone (rule R8)."""
-MOST_KNOWN = 0.999
-"""Upper bound of the summed probability of one stage's children."""
-DELAY = 0.25
-"""Part of the escape's probability at which the next source is asked: about what its best child will get."""
-ROOT_PLACES, NODE_PLACES = 32, 8
-"""Places looked up per suffix index at the root, and at a node below it."""
-RECENT_TOKENS = 64
-"""Tokens of the request tried without any context, the most recent first."""
-HEAD_WEIGHT = 128.0
-"""Weight that the guesses of a prediction head for one node share, each by its probability."""
+MOST_KNOWN = 0.999  # upper bound of the summed probability of one stage's children
+DELAY = 0.25  # part of the escape's probability at which the next source is asked: about what its best child will get
+ROOT_PLACES, NODE_PLACES = 32, 8  # places looked up per suffix index at the root, and at a node below it
+RECENT_TOKENS = 64  # tokens of the request tried without any context, the most recent first
+HEAD_WEIGHT = 128.0  # weight that the guesses of a prediction head for one node share, each by its probability
 HEAD_KIND, COPY_KIND = int(Source.HEAD), int(Source.COPY)
-WEIGHTS = [GROWTH**length for length in range(MAX_MATCH + 1)]
-"""Weight of a place by the length of its match."""
+WEIGHTS = [GROWTH**length for length in range(MAX_MATCH + 1)]  # weight of a place by the length of its match
 NOVELTIES = [NOVELTY / GROWTH**offset for offset in range(MAX_MATCH + 1)]
 """Novelty by the tokens since the places were looked up."""
 CANDIDATE_WEIGHTS = [RECYCLED_WEIGHT * probability_of(score) for score in range(MAX_SCORE + 1)]
@@ -56,42 +42,33 @@ CANDIDATE_WEIGHTS = [RECYCLED_WEIGHT * probability_of(score) for score in range(
 
 # Alignment with a prediction (lpr.core.alignment); strengths are lengths of matches. Measured on the first 97 tasks of
 # EditEval with their own inputs and with those of other tasks (commit cacb7da: benchmarks/edits.py).
-PREDICTION_TRUST = 0.5
-"""Weight of a place in the prediction; one of the request itself has 1."""
-FIRST_STRENGTH = 8
-"""Of the cursor at the beginning of the prediction."""
+PREDICTION_TRUST = 0.5  # weight of a place in the prediction; one of the request itself has 1
+FIRST_STRENGTH = 8  # of the cursor at the beginning of the prediction
 REPLACED_COST, INSERTED_COST = 3, 4
 """What a cursor loses at another token than its own, when it steps on and when it stays."""
 NEAR_BEFORE, NEAR_AFTER, NEAR_PLACES = 8, 32, 4
 """Tokens before and after the anchor among which a token is looked for, and most places of it."""
-NEAR_BONUS = 3
-"""Strength of a place for being near the anchor, besides its match."""
-SURE_STRENGTH = 6
-"""Least strength of a cursor whose place becomes the anchor."""
+NEAR_BONUS = 3  # strength of a place for being near the anchor, besides its match
+SURE_STRENGTH = 6  # least strength of a cursor whose place becomes the anchor
 LOST_AFTER, LOST_MATCH = 16, 4
 """Tokens without a sure place after which only matches of some length count: the prediction may be of another text."""
 MOST_CURSORS = 6
 
 # Calibration (lpr.core.calibration).
-NUM_STAGES = 4
-"""Stages of a search: the longest context, one token, one token replaced, none."""
+NUM_STAGES = 4  # stages of a search: the longest context, one token, one token replaced, none
 RECENT_STAGE = 3
 RECENT_KIND = 0
 """Kind of a token that is tried without any context; the other kinds are the `Source` of the best place."""
-SEVERAL = 8
-"""Added to the `Source` of evidence that is more than one place."""
+SEVERAL = 8  # added to the `Source` of evidence that is more than one place
 LEVELS = [0, 1, *[2] * 4, *[3] * 10]
 """Level by depth of the parent; deeper parents have the last level: text right so often is a copy or a loop."""
 NUM_LEVELS, NUM_KINDS, NUM_BUCKETS = 5, 17, 24
-MIDDLE_BUCKET = 12
-"""Bucket of odds from 1/2 to 1."""
+MIDDLE_BUCKET = 12  # bucket of odds from 1/2 to 1
 STRENGTH, WEAK_STRENGTH = 200.0, 20.0
 """Trials that the shipped frequency of a cell counts for. Weak: not fitted, or deep, where a loop shows at once."""
 FIRST_WEAK_LEVEL = 3
-CELL_MEMORY = 1000.0
-"""Most trials that a cell counts; older ones fade, so that it follows the text."""
-LEAST_FREQUENCY = 1e-4
-"""Lower bound of a cell's frequency, so that no cell is lost for good."""
+CELL_MEMORY = 1000.0  # most trials that a cell counts; older ones fade, so that it follows the text
+LEAST_FREQUENCY = 1e-4  # lower bound of a cell's frequency, so that no cell is lost for good
 
 # Step times (lpr.core.step_times).
 KNOTS = (1, 2, 4, 8, 16, 17, 32, 33, 48, 49, 64, 65, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -108,8 +85,7 @@ and their pools 0.09, 0.20, 0.40 and 0.55 (dev/LOG.md, strong scaling)."""
 POOL_YIELD = 0.16
 WINDOW_SEGMENT = 16
 """Steps between two decisions whether the Jacobi window runs: it needs several steps to show what it yields."""
-WINDOW_MEMORY = 0.05
-"""Weight of a step in the moving average of the window's yield."""
+WINDOW_MEMORY = 0.05  # weight of a step in the moving average of the window's yield
 WINDOW_RETURN = 0.01
 """Per step without a window, how far the estimate of its yield returns to the first one: the window is tried again."""
 QUIET_STEPS = 4
@@ -123,16 +99,11 @@ part, times 1 - 1 / B.
 Step times are known to a few percent, and among many sequences a node brings less than that: where 17 tokens seemed to
 take no longer than 16, a batch of 16 drafted single nodes, which cost a tenth of a step and bring a thirtieth. For one
 sequence nodes bring more than such an error, and a least gain of 3 % cost about as much (dev/LOG.md)."""
-NEAR_PRICE = 0.5
-"""A sequence whose best node is worth less than this part of its price is far from paying."""
-NUM_BANDS = 7
-"""Depths whose promises are counted apart: 1, 2 to 3, 4 to 7 and so on, and 64 or more."""
-TRUSTED_NODES = 2.0
-"""Promised nodes of each band that count as kept before any of a sequence's nodes was tried."""
-TRUST_MEMORY = 0.95
-"""Part of earlier evidence on a sequence's promises that remains after a step with drafts."""
-PLAIN_MEMORY = 0.99
-"""The same per plain step: what failed long ago is tried again."""
+NEAR_PRICE = 0.5  # a sequence whose best node is worth less than this part of its price is far from paying
+NUM_BANDS = 7  # depths whose promises are counted apart: 1, 2 to 3, 4 to 7 and so on, and 64 or more
+TRUSTED_NODES = 2.0  # promised nodes of each band that count as kept before any of a sequence's nodes was tried
+TRUST_MEMORY = 0.95  # part of earlier evidence on a sequence's promises that remains after a step with drafts
+PLAIN_MEMORY = 0.99  # the same per plain step: what failed long ago is tried again
 LONG_MEMORY = 0.995
 """As TRUST_MEMORY for all sequences together, per draft, even one without nodes of a band; new sequences start from
 their record. `PLAIN_MEMORY` counts here per step in which no sequence drafts."""
@@ -148,11 +119,9 @@ FORGOTTEN_AFTER = 4096
 class _Fit:
     """The log-odds of a child are level + kind + slope * octave of the odds of its score."""
 
-    levels: tuple[tuple[float, ...], ...]
-    """One row per stage, one column per level."""
+    levels: tuple[tuple[float, ...], ...]  # one row per stage, one column per level
     slopes: tuple[tuple[float, ...], ...]
-    kinds: dict[int, float]
-    """The kinds that were fitted."""
+    kinds: dict[int, float]  # the kinds that were fitted
 
 
 # Fitted on replays of the first 50 ClassEval tasks of two models, cold and warm (dev/LOG.md).

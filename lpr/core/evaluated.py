@@ -100,5 +100,4 @@ class EvaluatedNodes:
 
 
 def _slot(left: int, last: int) -> int:
-    """The slot of a pair of tokens."""
     return ((left * 0x9E3779B1 + last) * 0x85EBCA77 & 0xFFFFFFFF) >> (32 - constants.PAIR_BITS)

@@ -12,8 +12,7 @@ from typing import Any
 
 WHITE_SPACE = r"\n? {0,12}"
 """White space within JSON: compact, as json.dumps writes it, or indented. Without a bound a model can stay in it."""
-PASSES = 8
-"""Times that the references of a schema are followed."""
+PASSES = 8  # times that the references of a schema are followed
 _JSON = re.compile(r"%json\s+(?=[{\[])")
 ROW_ITEMS, STEP_ITEMS = 500, 10_000
 """Parser items of one byte and of one mask, for grammars that may be ambiguous: their time grows with the square.

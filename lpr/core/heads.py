@@ -19,10 +19,8 @@ import numpy as np
 from lpr.core import constants
 
 NUM_BLOCK_HEADER = 3
-COPY_BIT = 16
-"""Bit of the number of guesses that says whose they are."""
-PROBABILITY_STEPS = 65535
-"""A probability travels as a multiple of 1 / PROBABILITY_STEPS."""
+COPY_BIT = 16  # bit of the number of guesses that says whose they are
+PROBABILITY_STEPS = 65535  # a probability travels as a multiple of 1 / PROBABILITY_STEPS
 Place = tuple[float, Sequence[int], int, int]
 
 
@@ -37,10 +35,8 @@ class HeadDraft:
 
     tokens: list[int] = field(default_factory=lambda: [-1])
     parents: list[int] = field(default_factory=lambda: [-1])
-    steps: list[int] = field(default_factory=lambda: [0])
-    """The probability after the parent, in PROBABILITY_STEPS."""
-    is_copy: bool = False
-    """True for guesses of the model's low-bit copy (lpr.model.self_draft)."""
+    steps: list[int] = field(default_factory=lambda: [0])  # the probability after the parent, in PROBABILITY_STEPS
+    is_copy: bool = False  # True for guesses of the model's low-bit copy (lpr.model.self_draft)
 
     def add(self, parent: int, token: int, steps: int) -> int:
         """Add a guess; returns its number."""

@@ -14,12 +14,10 @@ MASK32 = 0xFFFFFFFF
 ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
 """Multipliers of the 32-bit mixer "triple32" (C. Wellons, "Prospecting for hash functions", 2018): the lowest known
 bias of a three-round integer hash."""
-Choice = tuple[int, float, int, float, float]
-"""A request's seed (64 bits), temperature, top_k, top_p and min_p."""
+Choice = tuple[int, float, int, float, float]  # a request's seed (64 bits), temperature, top_k, top_p and min_p
 
 
 def mix32(x: int) -> int:
-    """Hash a 32-bit value."""
     for shift, multiplier in ROUNDS:
         x ^= x >> shift
         x = (x * multiplier) & MASK32

@@ -17,10 +17,8 @@ from lpr.core.tree import TokenTree
 class Shard:
     """One rank's part of a tree."""
 
-    nodes: list[int]
-    """Nodes to evaluate, ascending, so parents come first; the root always leads."""
-    owned: list[int]
-    """The nodes whose result this rank contributes, ascending."""
+    nodes: list[int]  # nodes to evaluate, ascending, so parents come first; the root always leads
+    owned: list[int]  # the nodes whose result this rank contributes, ascending
 
 
 def partition(tree: TokenTree, num_ranks: int, pending: Sequence[int], max_owned: int | None = None) -> list[Shard]:

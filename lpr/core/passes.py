@@ -20,34 +20,23 @@ from math import exp, frexp
 
 from lpr.core.step_times import StepTimes
 
-MOST_PASSES = 8
-"""Passes after a step at most."""
-NUM_OCTAVES = 16
-"""Octaves of odds above 1 that are counted apart."""
-TRUSTED, MEMORY = 4.0, 400.0
-"""Trials that the first estimate of an octave counts for, and most that count at all."""
+MOST_PASSES = 8  # passes after a step at most
+NUM_OCTAVES = 16  # octaves of odds above 1 that are counted apart
+TRUSTED, MEMORY = 4.0, 400.0  # trials that the first estimate of an octave counts for, and most that count at all
 FIRST = [round(1 / (1 + exp(-1.1 * octave)), 3) for octave in range(NUM_OCTAVES)]
 """The first estimates, as 8 bits of SmolLM2-135M have them."""
-RATE_MEMORY = 0.98
-"""What a step still counts for after the next one."""
-EXPLORED = 0.008
-"""Part of all time that what seems worse may cost."""
+RATE_MEMORY = 0.98  # what a step still counts for after the next one
+EXPLORED = 0.008  # part of all time that what seems worse may cost
 SURE = 64.0
-"""Steps of a way after which it is tried no more, unless the other one's have become as many again."""
-LEAST_TEXT = 0.4
-"""Path probability of a token of the text below which a pass does not evaluate it."""
-RUNS = (0.3, 1.0, 2.5, 5.0)
-"""Tokens that the text is expected to bring: borders of kinds that are counted apart."""
-FIRST_RUNS = (0.1, 0.6, 1.6, 3.5, 6.0)
-"""Those of each kind before any step is counted."""
-FIRST_DRAFTED, FIRST_WEIGHT = 2.5, 3.0
-"""Tokens that passes are believed to add at first, and steps that first beliefs count for."""
-MOST_STEPS = 50.0
-"""Steps of a kind that count at most."""
+"""Steps of a way after which it is tried no more, unless the other one has had as many times as many."""
+LEAST_TEXT = 0.4  # path probability of a token of the text below which a pass does not evaluate it
+RUNS = (0.3, 1.0, 2.5, 5.0)  # tokens that the text is expected to bring: borders of kinds that are counted apart
+FIRST_RUNS = (0.1, 0.6, 1.6, 3.5, 6.0)  # those of each kind before any step is counted
+FIRST_DRAFTED, FIRST_WEIGHT = 2.5, 3.0  # tokens that passes add, as first believed, and steps that beliefs count for
+MOST_STEPS = 50.0  # steps of a kind that count at most
 PASS_WEIGHT, LOAD_WEIGHT = 0.05, 0.1
 """Weight of the latest pass of a size, unless it is one of the first, and of the latest step."""
-MOST_SURPRISE = 3.0
-"""Most by which a pass or a step counts for longer than those before."""
+MOST_SURPRISE = 3.0  # most by which a pass or a step counts for longer than those before
 
 
 @dataclass
@@ -56,8 +45,7 @@ class Agreement:
 
     right: list[float] = field(default_factory=lambda: [TRUSTED * first for first in FIRST])
     tried: list[float] = field(default_factory=lambda: [TRUSTED] * NUM_OCTAVES)
-    mean: float = 0.95
-    """Of all proposals of late."""
+    mean: float = 0.95  # of all proposals of late
 
     def of(self, share: float) -> float:
         """The estimate for a proposal of such a share."""
@@ -230,5 +218,4 @@ def octave_of(share: float) -> int:
 
 
 def size_of(count: int) -> int:
-    """The next power of two: numbers that count together."""
     return 1 << (count - 1).bit_length()

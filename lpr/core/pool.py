@@ -18,7 +18,6 @@ class NGramPool:
         self._rows: dict[int, dict[tuple[int, ...], None]] = {}
 
     def __len__(self) -> int:
-        """Number of n-grams held."""
         return sum(map(len, self._rows.values()))
 
     def add(self, ngram: Sequence[int]) -> None:

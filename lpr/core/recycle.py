@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-SCORE_STEPS = 16
-"""A score is round(-16 * ln p), at most 255: p = exp(-score / 16) within 3 %, down to 1.2e-7."""
+SCORE_STEPS = 16  # a score is round(-16 * ln p), at most 255: p = exp(-score / 16) within 3 %, down to 1.2e-7
 MAX_SCORE = 255
 
 _UNKNOWN: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
 
 def probability_of(score: int) -> float:
-    """The probability of a score."""
     return math.exp(-score / SCORE_STEPS)
 
 
@@ -30,7 +28,6 @@ class CandidateTable:
         self._rows: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
 
     def __len__(self) -> int:
-        """Number of tokens with candidates."""
         return len(self._rows)
 
     def update(

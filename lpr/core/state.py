@@ -28,12 +28,9 @@ from lpr.core.window import JacobiWindow
 class TreeResult:
     """The target model's results for each node of a tree, in node order."""
 
-    next_tokens: Sequence[int]
-    """The next token after the node, or a code below 0 (lpr.core.accept)."""
-    candidates: Sequence[Sequence[int]]
-    """The k most likely next tokens, most likely first."""
-    scores: Sequence[Sequence[int]]
-    """Their scores (lpr.core.recycle.SCORE_STEPS)."""
+    next_tokens: Sequence[int]  # the next token after the node, or a code below 0 (lpr.core.accept)
+    candidates: Sequence[Sequence[int]]  # the k most likely next tokens, most likely first
+    scores: Sequence[Sequence[int]]  # their scores (lpr.core.recycle.SCORE_STEPS)
 
 
 class SequenceState:
@@ -71,8 +68,7 @@ class SequenceState:
         self.table = CandidateTable() if config.num_recycled else None
         self._shared = shared
         self._prediction, self._num_prompt = prediction, num_prompt
-        self.drafter: Drafter | None = None
-        """Of a home rank; made when it drafts for the first time."""
+        self.drafter: Drafter | None = None  # of a home rank; made when it drafts for the first time
         self.window: JacobiWindow | None = None
         self.acceptance = AcceptanceHistory()
         self.is_suspect = False

@@ -29,20 +29,13 @@ class Conclusion:
     """What a step did to one sequence."""
 
     tree: TokenTree
-    shards: list[Shard]
-    """Per rank, its part of the tree."""
-    next_tokens: Sequence[int]
-    """Per node (TreeResult)."""
-    path: list[int]
-    """Accepted nodes from the root downwards."""
-    emitted: list[int]
-    """The tokens of the path below the root, and the bonus token."""
-    has_nan: bool
-    """True if this rank met logits that are not numbers; it keeps no K/V of the step then."""
-    failure: int | None
-    """Why there is no bonus token (a code of lpr.core.accept)."""
-    may_end: bool
-    """True after a failure, or if the sequence may end here (SequenceState.may_end)."""
+    shards: list[Shard]  # per rank, its part of the tree
+    next_tokens: Sequence[int]  # per node (TreeResult)
+    path: list[int]  # accepted nodes from the root downwards
+    emitted: list[int]  # the tokens of the path below the root, and the bonus token
+    has_nan: bool  # True if this rank met logits that are not numbers; it keeps no K/V of the step then
+    failure: int | None  # why there is no bonus token (a code of lpr.core.accept)
+    may_end: bool  # True after a failure, or if the sequence may end here (SequenceState.may_end)
 
 
 @dataclass
@@ -50,16 +43,12 @@ class StepDraft:
     """What a step evaluates of its decoding sequences: a tree of each that this rank serves, split over its ranks."""
 
     states: Sequence[SequenceState]
-    rank: int
-    """This rank."""
-    served: wire.Served
-    """Per rank, the trees that it evaluates, in the order of its rows."""
-    capacity: int
-    """Most nodes of a tree that a rank may own."""
+    rank: int  # this rank
+    served: wire.Served  # per rank, the trees that it evaluates, in the order of its rows
+    capacity: int  # most nodes of a tree that a rank may own
     trees: list[TokenTree | None]
     """None where only other ranks serve the sequence and draft its tree; once concluded, all trees."""
-    shards: list[list[Shard] | None]
-    """Per tree, each rank's part of it; None as for `trees`."""
+    shards: list[list[Shard] | None]  # per tree, each rank's part of it; None as for `trees`
     num_candidates: int = 0
     """Candidates wanted per node: 0 where no tree has a draft, since computing them costs plain decoding 4 %."""
     rows: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
@@ -73,12 +62,10 @@ class StepDraft:
     """Per rank, the tokens that it has evaluated, pending chains and nodes; once concluded."""
 
     def __len__(self) -> int:
-        """Number of trees."""
         return len(self.trees)
 
     @property
     def mine(self) -> Sequence[int]:
-        """The trees that this rank evaluates."""
         return self.served[self.rank]
 
     def own(self, index: int) -> tuple[TokenTree, Shard]:

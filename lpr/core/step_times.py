@@ -17,17 +17,12 @@ import numpy as np
 from lpr.config import InputError
 from lpr.core.constants import KNOTS
 
-SHORTEST_KV = 256
-"""Cached tokens up to which attention counts as equally expensive."""
-KV_GRAIN = 64
-"""Cached lengths are rounded up to multiples of this."""
-MOST_TOKENS = 1 << 20
-"""Where tokens cost nothing, so many."""
-SLACK = 1.5
-"""Factor by which measured times may break a rule that true ones keep (`StepTimes.fault`)."""
+SHORTEST_KV = 256  # cached tokens up to which attention counts as equally expensive
+KV_GRAIN = 64  # cached lengths are rounded up to multiples of this
+MOST_TOKENS = 1 << 20  # where tokens cost nothing, so many
+SLACK = 1.5  # factor by which measured times may break a rule that true ones keep (`StepTimes.fault`)
 
-Key = tuple[int, int]
-"""Batch size and cached length of a row."""
+Key = tuple[int, int]  # batch size and cached length of a row
 
 
 class StepTimes:
@@ -142,18 +137,12 @@ class StepTimes:
 # neighbours share: a Gaussian process, followed by a Kalman filter. Sizes that were never tried keep their measured
 # relation to the others. (One moving average per knot flattened the slope within 500 steps, until trees of 40 nodes
 # counted half of their time: dev/LOG.md.)
-LEVEL_SPREAD = 0.5
-"""Standard deviation of the level at the start; all figures here are logarithms: 0.1 is 10 %."""
-LEVEL_DRIFT = 0.01
-"""Standard deviation of the level's change per step."""
-SHAPE_SPREAD = 0.2
-"""Standard deviation of a knot's departure."""
-SHAPE_REACH = 4.0
-"""Knots over which departures agree, as exp(-distance / reach)."""
-STEP_NOISE = 0.1
-"""Standard deviation of single steps."""
-MOST_SURPRISE = 0.3
-"""Limit of a step's deviation: beyond it another program has disturbed the step."""
+LEVEL_SPREAD = 0.5  # standard deviation of the level at the start; all figures here are logarithms: 0.1 is 10 %
+LEVEL_DRIFT = 0.01  # standard deviation of the level's change per step
+SHAPE_SPREAD = 0.2  # standard deviation of a knot's departure
+SHAPE_REACH = 4.0  # knots over which departures agree, as exp(-distance / reach)
+STEP_NOISE = 0.1  # standard deviation of single steps
+MOST_SURPRISE = 0.3  # limit of a step's deviation: beyond it another program has disturbed the step
 
 
 class StepTimesTracker:

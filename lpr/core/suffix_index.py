@@ -20,8 +20,7 @@ import numpy as np
 
 from lpr.core.constants import MAX_MATCH
 
-END = -1
-"""Separates documents in the history; no continuation crosses it."""
+END = -1  # separates documents in the history; no continuation crosses it
 
 _NONE = -1
 _SHIFT = 32
@@ -38,8 +37,7 @@ class SuffixIndex:
         if capacity_tokens < 1:
             raise ValueError(f"capacity_tokens={capacity_tokens} must be at least 1")
         self.capacity_tokens = capacity_tokens
-        self.base = 0
-        """Position of `tokens[0]`; positions count all tokens ever seen."""
+        self.base = 0  # position of `tokens[0]`; positions count all tokens ever seen
         self.start = 0
         """Index into `tokens` of the oldest token held; those before it are forgotten and wait to be cut off."""
         self.tokens = array("i")
@@ -63,7 +61,6 @@ class SuffixIndex:
         return index
 
     def __len__(self) -> int:
-        """Tokens held, ends of documents included."""
         return len(self.tokens) - self.start
 
     def history(self) -> array[int]:

@@ -32,13 +32,11 @@ class TokenTree:
     __slots__ = ("children", "depths", "parents", "sources", "tokens")
 
     def __init__(self, root_token: int) -> None:
-        """A tree of the root alone."""
         self.tokens: list[int] = [root_token]
         self.parents: list[int] = [-1]
         self.depths: list[int] = [0]
         self.sources: list[int] = [Source.ROOT]
-        self.children: list[dict[int, int]] = [{}]
-        """`children[i]` maps a token to the child of node i that holds it."""
+        self.children: list[dict[int, int]] = [{}]  # `children[i]` maps a token to the child of node i that holds it
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -37,8 +37,7 @@ NODE_BITS = 14
 _NODE = (1 << NODE_BITS) - 1
 _NO_TREE = "the nodes that ranks have sent are no tree"
 
-Served = Sequence[Sequence[int]]
-"""Per rank, the trees that it evaluates, in the order of its rows."""
+Served = Sequence[Sequence[int]]  # per rank, the trees that it evaluates, in the order of its rows
 
 
 def result_words(k: int) -> int:

@@ -26,14 +26,11 @@ _REPORT_BYTES = 512
 class Comm:
     """The ranks as a step sees them. `Comm()` is a world of one rank, `ProcessComm` one of several processes."""
 
-    tp_rank: int = 0
-    """This rank's place among the ranks that share its replica."""
-    tp_size: int = 1
-    """Ranks per replica."""
+    tp_rank: int = 0  # this rank's place among the ranks that share its replica
+    tp_size: int = 1  # ranks per replica
     tp_mesh: DeviceMesh | None = None
     """The ranks that share this replica's weights, for the model layer; None where each rank holds all of them."""
-    num_sharing: int = 1
-    """Ranks that share this rank's memory, itself included."""
+    num_sharing: int = 1  # ranks that share this rank's memory, itself included
     membership: Membership | None = None
     """How the mesh changes when ranks are lost or replaced; None where a lost rank is the loss of the job."""
 
@@ -47,7 +44,6 @@ class Comm:
 
     @property
     def size(self) -> int:
-        """Number of replicas."""
         return 1
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
@@ -118,12 +114,10 @@ class ProcessComm(Comm):
 
     @property
     def rank(self) -> int:
-        """As Comm.rank."""
         return self._members.rank
 
     @property
     def size(self) -> int:
-        """As Comm.size."""
         return self._members.size
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
@@ -139,38 +133,31 @@ class ProcessComm(Comm):
         return self._tp_group.begin_gather(payload)
 
     def broadcast(self, message: bytes, length: int) -> bytes:
-        """As Comm.broadcast."""
         found = self._members.run(lambda group: group.broadcast(message, length), length)
         assert not isinstance(found, torch.Tensor)
         return found or b""
 
     def announce(self, num_bytes: int) -> None:
-        """As Comm.announce."""
         self._members.check()
         if not is_alone(self):
             self._members.announce(num_bytes)
 
     def await_announcement(self) -> int:
-        """As Comm.await_announcement."""
         return self._members.await_announcement()
 
     def check(self) -> None:
-        """As Comm.check."""
         self._members.check()
 
     def loaded(self) -> None:
-        """As Comm.loaded."""
         self._members.loaded()
         self._tp_group.limit(self._timeout)
         if self.tp_mesh is not None:
             limit_replica(self.tp_mesh, self._timeout)
 
     def leave(self, reason: str) -> None:
-        """As Comm.leave."""
         self._members.stop(reason)
 
     def before_close(self, release: Callable[[], None]) -> None:
-        """As Comm.before_close."""
         self._releases.append(weakref.WeakMethod(release))
 
     def finish(self) -> None:
@@ -229,5 +216,4 @@ def is_driver(comm: Comm) -> bool:
 
 
 def is_alone(comm: Comm) -> bool:
-    """True in a world of one rank."""
     return comm.size * comm.tp_size == 1

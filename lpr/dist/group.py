@@ -46,16 +46,12 @@ class Download:
         return place
 
 
-SLICE = 0.5
-"""Seconds between two looks of a wait at whether it can still end."""
-CONNECT_SECONDS = 20.0
-"""Time for the members of a new group to find each other once all have arrived at its epoch."""
-SECRET_BYTES = 16
-"""What a rank shows each other one through a new connection of gloo."""
+SLICE = 0.5  # seconds between two looks of a wait at whether it can still end
+CONNECT_SECONDS = 20.0  # time for the members of a new group to find each other once all have arrived at its epoch
+SECRET_BYTES = 16  # what a rank shows each other one through a new connection of gloo
 LOST = "another rank has ended or hangs"
 
-abandoned: list[Any] = []
-"""Groups with a collective that will never end: destroying one would wait for it."""
+abandoned: list[Any] = []  # groups with a collective that will never end: destroying one would wait for it
 
 FindLoss = Callable[[], str | None]
 """Why the group is broken, so that no collective can end any more; None if it is whole. May raise CommError."""
@@ -102,11 +98,9 @@ class ProcessGroup(Group):
         self._group, self._rank, self._size, self._device = group, rank, size, device
         self._timeout, self._find_loss = timeout, find_loss
         self._gathered = [torch.empty(0, dtype=torch.int32)] * 2
-        self._hanging: list[Any] = []
-        """A collective that may not have ended, and its tensors."""
+        self._hanging: list[Any] = []  # a collective that may not have ended, and its tensors
 
     def begin_gather(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """As Group.begin_gather."""
         payload = payload.to(self._device)  # gloo serves ranks that share a GPU, and works on the host
         self._gathered.reverse()
         count = payload.numel() * self._size
@@ -145,11 +139,9 @@ class ProcessGroup(Group):
                     raise CommError(f"another rank hangs: no answer for {self._timeout:.0f} s")
 
     def limit(self, timeout: float) -> None:
-        """As Group.limit."""
         self._timeout = timeout
 
     def close(self) -> None:
-        """As Group.close."""
         if self._group is None:
             return
         abort_group(self._group)

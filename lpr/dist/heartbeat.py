@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from lpr.dist.errors import first_line
 from lpr.dist.rendezvous import BEAT_EVERY, Member, Rendezvous
 
-DEAD_AFTER = 4.0
-"""Seconds without a new heartbeat after which a rank counts as lost."""
+DEAD_AFTER = 4.0  # seconds without a new heartbeat after which a rank counts as lost
 STUCK_AFTER = 30.0
 """Seconds after which a rank that cannot go on is stuck, in a wait for its device or a communicator."""
 
@@ -45,23 +44,17 @@ class Watch:
 
 
 class Heartbeat:
-    """The thread."""
-
     def __init__(self, connect: Callable[[], Rendezvous], stuck: Callable[[str], None] = lambda failure: None) -> None:
         """Beat by a connection of `connect`; `stuck` is called with `failure` if nobody acts on it."""
-        self.loss: str | None = None
-        """Why the group of the watched epoch is broken; None if it is whole."""
-        self.failure: str | None = None
-        """Why this rank cannot go on."""
-        self.newcomers: tuple[int, ...] = ()
-        """Replicas that have loaded and wait to join."""
+        self.loss: str | None = None  # why the group of the watched epoch is broken; None if it is whole
+        self.failure: str | None = None  # why this rank cannot go on
+        self.newcomers: tuple[int, ...] = ()  # replicas that have loaded and wait to join
         self._connect, self._stuck = connect, stuck
         self._watched: tuple[int, Sequence[int]] = -1, ()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 
     def start(self) -> None:
-        """Begin to beat."""
         self._thread.start()
 
     def watch(self, epoch: int, replicas: Sequence[int]) -> None:
@@ -69,7 +62,6 @@ class Heartbeat:
         self._watched, self.loss = (epoch, replicas), None
 
     def close(self) -> None:
-        """Stop beating."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * BEAT_EVERY)

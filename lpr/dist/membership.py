@@ -31,10 +31,8 @@ from lpr.dist.rendezvous import MOST_BROADCASTS, Arrival, Decision, Rendezvous, 
 
 log = logging.getLogger(__name__)
 
-MOST_RECOVERIES = 20
-"""Meshes in a row in which no collective ends, after which a rank gives up."""
-WELCOME_POLL = 0.05
-"""Seconds between two looks of a newcomer at whether it is welcome."""
+MOST_RECOVERIES = 20  # meshes in a row in which no collective ends, after which a rank gives up
+WELCOME_POLL = 0.05  # seconds between two looks of a newcomer at whether it is welcome
 
 Connect = Callable[[str, int, int, FindLoss, bool], Group]
 """Makes a group: its name (the same on all its ranks and on no others), rank, size, what finds a loss, and whether it
@@ -56,8 +54,7 @@ class Membership:
         self.num_replicas = num_replicas
         """Replicas that the job was started with, and has again once all that were lost are replaced."""
         self.survives = survives
-        self.replica = rendezvous.member.replica
-        """This rank's replica, by its number in the job."""
+        self.replica = rendezvous.member.replica  # this rank's replica, by its number in the job
         self.epoch = -1 if joins else 0
         """Number of the mesh among all that the job has had: a later driver has a higher one."""
         self.replicas = [self.replica] if joins else list(range(num_replicas))
@@ -67,13 +64,11 @@ class Membership:
         survivors."""
         self.is_newcomer = joins
         """True while this rank loads for a mesh that may run already: `await_welcome` comes before its first step."""
-        self._view = list(self.replicas)
-        """The replicas that the engine knows of."""
+        self._view = list(self.replicas)  # the replicas that the engine knows of
         self._rendezvous, self._heartbeat, self._connect, self._timeout = rendezvous, heartbeat, connect, timeout
         self._is_loaded = False
         self._results = Results(rendezvous)
-        self._num_recoveries = 0
-        """Since the last collective that ended."""
+        self._num_recoveries = 0  # since the last collective that ended
         self._repeated = 0, 0
         """Number and bytes of a broadcast that the driver repeats, for ranks that have not seen it announced."""
         self._expected: list[int] = []
@@ -89,7 +84,6 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """Number of replicas that the engine knows of."""
         return len(self._view)
 
     @property
@@ -173,7 +167,6 @@ class Membership:
         self._heartbeat.close()
 
     def close(self) -> None:
-        """Leave the mesh."""
         self._heartbeat.close()
         self._leave_group()
 

@@ -24,8 +24,7 @@ _ELASTIC = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 """Settings that keep the watchdog from ending a process whose group is broken: the rank goes on in another one."""
-_TIMEOUT = timedelta(days=30)
-"""Time-out of NCCL's own, which ends the communicator: lpr's waits end long before."""
+_TIMEOUT = timedelta(days=30)  # Time-out of NCCL's own, which ends the communicator: lpr's waits end long before
 _POLL = 0.001
 
 

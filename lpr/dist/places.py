@@ -18,12 +18,10 @@ from lpr.config import InputError
 
 SUPERVISED = "LPR_SUPERVISED"
 """Set where lost ranks are replaced while the others go on: the process id of their supervisor."""
-DOOR = "LPR_STORE_DOOR"
-"""File descriptor of a supervised rank's door to the rendezvous store."""
+DOOR = "LPR_STORE_DOOR"  # file descriptor of a supervised rank's door to the rendezvous store
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the network interface of gloo and of NCCL."""
-_DIGITS = 9
-"""Most digits of a number in the environment."""
+_DIGITS = 9  # most digits of a number in the environment
 _FOREIGN = ("GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT")
 
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from lpr.dist.store_server import HEAD, MOST_MESSAGE, MOST_WAIT, Answer, Request
 
-ANSWER_SECONDS = 20.0
-"""Seconds, beyond those of a wait, within which the supervisor answers or counts as gone."""
+ANSWER_SECONDS = 20.0  # seconds, beyond those of a wait, within which the supervisor answers or counts as gone
 _answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -34,7 +33,6 @@ class PrivateStore(dist.Store):
         self._idle: list[socket.socket] = []
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
         self._ask(Request("set", [key], [_bytes(value)]))
 
     def get(self, key: str) -> bytes:
@@ -51,11 +49,9 @@ class PrivateStore(dist.Store):
         return int(self._ask(Request("add", [key], number=value)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all of `keys` have values."""
         return bool(self._ask(Request("has", list(keys))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of `keys` have values."""
         seconds = (timeout or self._timeout).total_seconds()
         until = time.monotonic() + seconds
         while not self._ask(Request("has", list(keys), seconds=max(1e-3, min(MOST_WAIT, until - time.monotonic())))):
@@ -63,11 +59,9 @@ class PrivateStore(dist.Store):
                 raise dist.DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(keys)}")
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; returns whether it was there."""
         return bool(self._ask(Request("delete", [key])))
 
     def num_keys(self) -> int:
-        """Number of keys."""
         return int(self._ask(Request("count")))
 
     def clone(self) -> PrivateStore:
@@ -75,7 +69,6 @@ class PrivateStore(dist.Store):
         return self
 
     def close(self) -> None:
-        """Hang up."""
         for connection in (self._door, *self._idle):
             connection.close()
 

@@ -24,46 +24,35 @@ from lpr.dist.errors import CommError, comm_errors
 
 BEAT_EVERY = 1.0
 """Seconds between two heartbeats of a rank, and between two looks of a rank that waits for an announcement."""
-MOST_BROADCASTS = 16
-"""Broadcasts in a row after which the ranks gather once: what is older has been read by all."""
-PIECE_BYTES = 1 << 20
-"""Longest value that is written to the store at once; a TCPStore takes 8 MiB."""
-MOST_MESSAGES = 4
-"""Long messages of a member that stay in the store: those of the latest epochs."""
-POLL = 0.01
-"""Seconds between two looks at the arrivals of an epoch."""
+MOST_BROADCASTS = 16  # broadcasts in a row after which the ranks gather once: what is older has been read by all
+PIECE_BYTES = 1 << 20  # longest value that is written to the store at once; a TCPStore takes 8 MiB
+MOST_MESSAGES = 4  # long messages of a member that stay in the store: those of the latest epochs
+POLL = 0.01  # seconds between two looks at the arrivals of an epoch
 GONE = "the rendezvous store does not answer, so the job has ended"
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of a replica."""
-
     replica: int
     tp_rank: int = 0
 
     @property
     def key(self) -> str:
-        """Its name in the store."""
         return f"{self.replica}.{self.tp_rank}"
 
 
 class Arrival(msgspec.Struct, frozen=True):
     """The state of a member that comes to a new epoch."""
 
-    known: int
-    """Number of the last collective whose result it has."""
-    broadcast: int = 0
-    """Bytes of the next collective if that is a broadcast which it has begun, else 0."""
+    known: int  # number of the last collective whose result it has
+    broadcast: int = 0  # bytes of the next collective if that is a broadcast which it has begun, else 0
 
 
 class Decision(msgspec.Struct, frozen=True):
     """The replicas that work together in an epoch."""
 
-    replicas: list[int]
-    """In the order of their ranks. The driver is the first rank of the first one."""
-    planned: bool = False
-    """True if a command led to the epoch, false if a loss did."""
+    replicas: list[int]  # In the order of their ranks. The driver is the first rank of the first one.
+    planned: bool = False  # True if a command led to the epoch, false if a loss did
 
 
 class JobStore:
@@ -72,11 +61,9 @@ class JobStore:
     def __init__(self, store: dist.Store) -> None:
         """`store` is this thread's own connection."""
         self._store = store
-        self._messages: list[str] = []
-        """Keys of this rank's messages, the oldest first."""
+        self._messages: list[str] = []  # keys of this rank's messages, the oldest first
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
         with comm_errors(GONE):
             self._store.set(key, value)  # type: ignore[arg-type]  # bytes work, the stub wants a str
 
@@ -86,12 +73,10 @@ class JobStore:
             return self._store.compare_set(key, "", value.decode())
 
     def read(self, key: str) -> bytes:
-        """The value of a key, without a wait; empty if there is none."""
         with comm_errors(GONE):
             return self._store.get(key) if self._store.check([key]) else b""
 
     def has_all(self, keys: list[str]) -> bool:
-        """True if every one of `keys` has a value."""
         with comm_errors(GONE):
             return self._store.check(keys)
 
@@ -105,7 +90,6 @@ class JobStore:
         return True
 
     def delete(self, key: str) -> None:
-        """Remove a key and its value."""
         with comm_errors(GONE):
             self._store.delete_key(key)
 
@@ -133,7 +117,6 @@ class JobStore:
             return b"".join(self._store.get(f"{key}/{n}") for n in range(int(self.read(f"{key}/size"))))
 
     def has(self, key: str) -> bool:
-        """True if there is a message under `key`."""
         return bool(self.read(f"{key}/size"))
 
 
@@ -143,15 +126,13 @@ class Rendezvous:
     def __init__(self, store: dist.Store, member: Member, tp_size: int = 1) -> None:
         """For `member` of a job whose replicas have `tp_size` ranks; `store` is this thread's own connection."""
         self.member, self.tp_size, self.store = member, tp_size, JobStore(store)
-        self._announced = -1, 0
-        """An epoch, and the number of its next announcement."""
+        self._announced = -1, 0  # an epoch, and the number of its next announcement
 
     def members(self, replicas: Sequence[int]) -> list[Member]:
         """The members of `replicas`, in the order of their world ranks."""
         return [Member(replica, tp_rank) for replica in replicas for tp_rank in range(self.tp_size)]
 
     def beat(self, number: int) -> None:
-        """Write this member's heartbeat."""
         self.store.set(f"beat/{self.member.key}", str(number))
 
     def heard(self, member: Member) -> bytes:
@@ -172,11 +153,9 @@ class Rendezvous:
             raise CommError(f"replica {self.member.replica} takes part no more: {reason}")
 
     def mark_ready(self) -> None:
-        """Record that this member has loaded its model."""
         self.store.set(f"ready/{self.member.key}", "1")
 
     def is_ready(self, member: Member) -> bool:
-        """True if a member has loaded its model."""
         return bool(self.store.read(f"ready/{member.key}"))
 
     def decision(self, epoch: int) -> Decision | None:
@@ -239,7 +218,6 @@ class Rendezvous:
         self.store.set("newcomers", msgspec.json.encode(replicas))
 
     def offered(self) -> tuple[int, ...]:
-        """The replicas that have loaded and wait to join."""
         return msgspec.json.decode(self.store.read("newcomers") or b"[]", type=tuple[int, ...])
 
     def welcome(self, epoch: int, replica: int) -> None:
@@ -275,8 +253,7 @@ def _announcement(epoch: int, number: int) -> str:
     return f"epoch/{epoch}/announcement/{number}"
 
 
-Result = torch.Tensor | bytes
-"""Of a gather, int32 [ranks, words], or of a broadcast."""
+Result = torch.Tensor | bytes  # of a gather, int32 [ranks, words], or of a broadcast
 
 
 class Results:
@@ -287,8 +264,7 @@ class Results:
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self.completed = 0
-        """Number of the last collective that has ended for this rank."""
+        self.completed = 0  # number of the last collective that has ended for this rank
         self._rendezvous = rendezvous
         self._by_number: dict[int, Result] = {}
 
@@ -321,7 +297,6 @@ class Results:
         return result
 
     def forget(self) -> None:
-        """Drop all results: every rank has them."""
         self._by_number.clear()
 
     def leave(self, epoch: int) -> None:

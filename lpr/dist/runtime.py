@@ -32,10 +32,8 @@ from lpr.dist.places import DOOR, SUPERVISED, die_with_parent, is_launched, whol
 from lpr.dist.private_store import PrivateStore, inherited_door
 from lpr.dist.rendezvous import Member, Rendezvous
 
-CLOSE_SECONDS = 20.0
-"""Time for a rank that has failed to end its communicators, after which it ends its process."""
-_PORT = 29500
-"""torchrun's port."""
+CLOSE_SECONDS = 20.0  # time for a rank that has failed to end its communicators, after which it ends its process
+_PORT = 29500  # torchrun's port
 
 
 @dataclass(frozen=True)
@@ -45,17 +43,13 @@ class World:
     rank: int
     size: int
     local_rank: int
-    attempt: int
-    """How often torchrun has restarted the job."""
-    launched: bool
-    """True if torchrun, or another launcher with its environment, started this process."""
-    local_size: int = 1
-    """Processes on this machine."""
+    attempt: int  # how often torchrun has restarted the job
+    launched: bool  # True if torchrun, or another launcher with its environment, started this process
+    local_size: int = 1  # processes on this machine
     supervised: bool = False
     """True if lost ranks are replaced while the others go on (lpr.dist.supervisor). `rank` then counts all ranks that
     were ever started, and one from `size` on replaces another."""
-    has_agent_store: bool = False
-    """True if the launcher, and not rank 0, holds the rendezvous store."""
+    has_agent_store: bool = False  # True if the launcher, and not rank 0, holds the rendezvous store
 
     @classmethod
     def from_environment(cls) -> World:

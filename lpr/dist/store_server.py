@@ -14,19 +14,13 @@ import threading
 
 import msgspec
 
-MOST_MESSAGE = 8 << 20
-"""Bytes of the longest request or answer."""
-MOST_WAIT = 10.0
-"""Seconds that the store waits for keys before it answers that they are missing."""
-CLOSE_SECONDS = 5.0
-"""Time for the thread to end."""
-HEAD = struct.Struct("!I")
-"""The length of a message comes first."""
+MOST_MESSAGE = 8 << 20  # bytes of the longest request or answer
+MOST_WAIT = 10.0  # seconds that the store waits for keys before it answers that they are missing
+CLOSE_SECONDS = 5.0  # time for the thread to end
+HEAD = struct.Struct("!I")  # the length of a message comes first
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """One request to the store."""
-
     what: str
     """set, get, compare_set, add, has, delete or count."""
     keys: list[str] = []
@@ -47,8 +41,7 @@ class StoreServer:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waiting: dict[str, set[asyncio.Event]] = {}
-        """By key, who waits for it."""
+        self._waiting: dict[str, set[asyncio.Event]] = {}  # by key, who waits for it
         self._tasks: set[asyncio.Task[None]] = set()
         self._doors: set[socket.socket] = set()
         self._loop = asyncio.new_event_loop()
@@ -64,7 +57,6 @@ class StoreServer:
         return theirs
 
     def close(self) -> None:
-        """Hang up on all ranks."""
         asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result(timeout=CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_SECONDS)
@@ -128,7 +120,6 @@ class StoreServer:
             self._waiting.pop(key, None)
 
     def _answer(self, request: Request) -> Answer:
-        """Do what a request asks; raises ValueError or IndexError for one that makes no sense."""
         keys, values = request.keys, request.values
         if request.what == "has":
             return all(key in self._values for key in keys)

@@ -29,23 +29,16 @@ if TYPE_CHECKING:
     from lpr.dist.heartbeat import Watch
     from lpr.dist.rendezvous import Rendezvous
 
-TICK = 0.25
-"""Seconds between two looks at heartbeats and newcomers; the end of a process is noticed at once."""
+TICK = 0.25  # seconds between two looks at heartbeats and newcomers; the end of a process is noticed at once
 BACKOFF = (0.0, 1.0, 5.0, 15.0, 60.0)
 """Seconds before a place is filled again, by its failed starts in a row. The last one counts for all further times: a
 service that runs for months must not lose a place."""
-HOPELESS = 3
-"""Failed starts in a row at every place after which the job ends, if no replica is left."""
-STOP_SECONDS = 10.0
-"""Time for ranks to end after a signal, before they are killed."""
-LEAVE_SECONDS = 30.0
-"""Time for the other ranks to end after one that has finished the job."""
-STOPPED_SECONDS = 2.0
-"""Time that a rank may be stopped (SIGSTOP, a debugger) before it counts as lost."""
-DYING_SECONDS = 2.0
-"""Time that the ranks of a dead replica have to end by themselves, and to report why."""
-BAD_INPUT = 2
-"""Exit code of a rank that refuses its input: starting it again would not help."""
+HOPELESS = 3  # failed starts in a row at every place after which the job ends, if no replica is left
+STOP_SECONDS = 10.0  # time for ranks to end after a signal, before they are killed
+LEAVE_SECONDS = 30.0  # time for the other ranks to end after one that has finished the job
+STOPPED_SECONDS = 2.0  # time that a rank may be stopped (SIGSTOP, a debugger) before it counts as lost
+DYING_SECONDS = 2.0  # time that the ranks of a dead replica have to end by themselves, and to report why
+BAD_INPUT = 2  # exit code of a rank that refuses its input: starting it again would not help
 FINISHED = (0, BAD_INPUT, 130)
 """Exit codes of a rank that has finished its job: well, with bad input in it, or interrupted."""
 
@@ -54,27 +47,20 @@ FINISHED = (0, BAD_INPUT, 130)
 class Replica:
     """A started replica: the processes of its ranks."""
 
-    number: int
-    """Among all replicas that were ever started."""
-    place: int
-    """Among those of the full mesh."""
+    number: int  # among all replicas that were ever started
+    place: int  # among those of the full mesh
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    is_ready: bool = False
-    """True if it has loaded."""
-    codes: dict[int, int] = field(default_factory=dict)
-    """Exit codes by process id, of the ranks that have ended."""
-    dead_since: float | None = None
-    """When it was first seen marked dead."""
+    is_ready: bool = False  # True if it has loaded
+    codes: dict[int, int] = field(default_factory=dict)  # exit codes by process id, of the ranks that have ended
+    dead_since: float | None = None  # when it was first seen marked dead
     stopped_since: dict[int, float] = field(default_factory=dict)
     """By process id of a stopped rank, when that was first seen."""
 
     @property
     def is_over(self) -> bool:
-        """True if all its ranks have ended."""
         return len(self.codes) == len(self.processes)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the ranks that have not ended."""
         for process in self.processes:
             if process.pid not in self.codes:
                 with contextlib.suppress(ProcessLookupError):
@@ -93,10 +79,8 @@ class Restarts:
     """When the places of lost replicas are filled again."""
 
     def __init__(self, num_places: int) -> None:
-        self.due: dict[int, float] = {}
-        """By place, when it is to be filled."""
-        self._failures = [0] * num_places
-        """By place, replicas in a row that ended before they had loaded."""
+        self.due: dict[int, float] = {}  # by place, when it is to be filled
+        self._failures = [0] * num_places  # by place, replicas in a row that ended before they had loaded
 
     def plan(self, place: int, *, had_loaded: bool = False, is_refused: bool = False, is_last: bool = False) -> bool:
         """Plan to fill the place of a lost replica; false if that is hopeless.
@@ -114,7 +98,6 @@ class Restarts:
         return True
 
     def take_due(self) -> list[int]:
-        """The places that are to be filled now."""
         now = time.monotonic()
         taken = [place for place, due in self.due.items() if due <= now]
         self.due = {place: due for place, due in self.due.items() if place not in taken}
@@ -126,20 +109,16 @@ class Supervisor:
 
     def __init__(self, command: Sequence[str], num_replicas: int, tp: int = 1) -> None:
         self.command, self.num_replicas, self.tp = list(command), num_replicas, tp
-        self._replicas: dict[int, Replica] = {}
-        """Those that have not ended, by number."""
+        self._replicas: dict[int, Replica] = {}  # those that have not ended, by number
         self._ended: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
         """Replica, process id and exit code of ranks that have ended; None when a signal came."""
         self._num_started = 0
         self._epoch = -1
-        self._members: list[int] = []
-        """The latest mesh: its epoch, and its replicas."""
+        self._members: list[int] = []  # the latest mesh: its epoch, and its replicas
         self._restarts = Restarts(num_replicas)
-        self._code: int | None = None
-        """The exit code of the job, once it is known."""
+        self._code: int | None = None  # the exit code of the job, once it is known
         self._signalled: int | None = None
-        self._until: float | None = None
-        """When the ranks that are left are killed."""
+        self._until: float | None = None  # when the ranks that are left are killed
 
     def run(self) -> int:
         """Start the ranks and stay until all have ended; returns the exit code of the job.

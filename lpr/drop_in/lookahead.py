@@ -214,19 +214,15 @@ class EngineCache:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self._made_for: tuple[Any, ...] | None = None
-        self._free = threading.Condition()
-        """Notified when a call ends, or has made the engine."""
-        self._callers: set[int] = set()
-        """Threads whose calls the engine works on."""
-        self._mode = ExitStack()
-        """Restores the model's mode after the last call."""
+        self._free = threading.Condition()  # notified when a call ends, or has made the engine
+        self._callers: set[int] = set()  # threads whose calls the engine works on
+        self._mode = ExitStack()  # restores the model's mode after the last call
 
     def __reduce__(self) -> tuple[type[EngineCache], tuple[()]]:
         return EngineCache, ()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> EngineCache:
-        """The cache of `model`."""
         return model.__dict__.setdefault(cls.NAME, cls())
 
     @contextmanager
@@ -286,7 +282,6 @@ class EngineCache:
     def _fits(
         self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int, options: EngineOptions
     ) -> bool:
-        """True if a call can join those that run."""
         if self.engine is None or self._made_for != self._key(model, options):
             return False
         return self.engine.decode == self._wanted(model, decode, slots, longest)

@@ -85,14 +85,11 @@ class OutputRow:
     def __init__(self, index: int, num_pads: int, batch: OutputBatch) -> None:
         self.index = index
         self.batch = batch
-        self.length = batch.num_prompt
-        """Tokens so far, padding and prompt included."""
-        self.finished_at: int | None = None
-        """Its length when a stopping criterion ended it."""
+        self.length = batch.num_prompt  # tokens so far, padding and prompt included
+        self.finished_at: int | None = None  # its length when a stopping criterion ended it
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
-        self.failure: Exception | None = None
-        """The exception of a processor."""
+        self.failure: Exception | None = None  # the exception of a processor
         self._pads = batch.prompt_ids[index : index + 1, :num_pads]
         self._functions = batch.processors
         if batch.num_rows > 1:  # SynthID has state per row
@@ -175,7 +172,6 @@ class OutputBatch:
 
     @property
     def is_complete(self) -> bool:
-        """True if all tokens of the output are there."""
         length = self.length
         return length is not None and (self.pads or all(row.length >= length for row in self.rows))
 
@@ -209,7 +205,6 @@ class OutputBatch:
             self._num_streamed = place + 1
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """The result of `generate`. Scores and logits behind the end of a padded row are zeros."""
         length = self.length
         assert length is not None
         if self.streamer is not None:

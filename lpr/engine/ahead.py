@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,14 +16,12 @@ import torch
 from lpr.core.heads import block_words
 from lpr.core.step_times import StepTimes
 from lpr.engine.guesses import Followed, follow_all, guess
+from lpr.engine.plan import StepPlan
 from lpr.engine.request import Outcome, Request
 from lpr.model.runner import TreeModel
 from lpr.model.self_draft import Ending, pure
 from lpr.model.step_inputs import Row
 from lpr.native import StepDraft
-
-if TYPE_CHECKING:
-    from lpr.engine.step import StepPlan
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def tree_sizes(parts: Parts, decode: DecodeConfig, comm: Comm, times: StepTimes 
 
 @dataclass(frozen=True)
 class Built:
-    """Limits whose pool is allocated."""
+    """The limits of a scheduler, with its K/V cache allocated."""
 
     limits: Limits[Request]
     max_length: int

@@ -16,8 +16,7 @@ from lpr.engine.commands import Learn
 from lpr.engine.request import Request
 from lpr.native import SuffixIndex
 
-MOST_TENANTS = 64
-"""Tenants remembered at a time; beyond that the least recently used one is forgotten."""
+MOST_TENANTS = 64  # tenants remembered at a time; beyond that the least recently used one is forgotten
 SHARE = 16
 """A tenant's index has 1/SHARE of the shared one's capacity: all together hold 4 times as much as the shared one."""
 
@@ -29,8 +28,7 @@ class DraftIndexes:
         """Empty indexes; `capacity_tokens` is that of the shared one."""
         self.capacity_tokens = capacity_tokens
         self.shared = SuffixIndex(capacity_tokens)
-        self.tenants: dict[str, SuffixIndex] = {}
-        """By tenant, the least recently used one first."""
+        self.tenants: dict[str, SuffixIndex] = {}  # by tenant, the least recently used one first
         self.read_to: dict[str, str] = {}
         """By tenant, "" for the shared index: the last entry of its stream that was learned (lpr.fleet)."""
 

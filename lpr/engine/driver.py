@@ -28,8 +28,7 @@ class Driver:
     def __init__(self, replica: Replica, comm: Comm) -> None:
         self.replica, self.comm = replica, comm
         self.log = CommandLog(comm)
-        self._invited: set[int] = set()
-        """Replicas that this rank, as the driver, has asked all to take in."""
+        self._invited: set[int] = set()  # replicas that this rank, as the driver, has asked all to take in
         self._is_busy = False
         """True in a step and while commands are applied: what a hook or Python's collector posts then waits."""
 

@@ -6,7 +6,6 @@ the scheduler gives it slots, and each step (`Replica.schedule`, `run`, `update`
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,27 +13,28 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
 from lpr.core.step_times import StepTimes
 from lpr.core.suffix_index import END
-from lpr.dist.comm import Comm, agree, is_driver
+from lpr.dist.comm import Comm, is_driver
 from lpr.engine.commands import Compile, Configure, Costs, Drain, Learn
 from lpr.engine.driver import Driver
 from lpr.engine.hooks import StepHooks
 from lpr.engine.options import EngineOptions
+from lpr.engine.prepare import load_on_all
 from lpr.engine.replica import Replica
 from lpr.engine.request import Completion, Prompt, Request
 from lpr.engine.requests import check_history, check_request, checked_ids, encode_prediction, encode_prompt
 from lpr.engine.trie_file import fingerprint_of, read_history, write_trie
 from lpr.engine.turns import in_turn
-from lpr.model.loader import Loaded, load, wrap
+from lpr.model.loader import Loaded, wrap
 from lpr.model.modes import in_own_modes
-from lpr.model.parallel import TensorParallel
 from lpr.model.sampling.processors import Processor
 from lpr.protocol import Abort, Chunk, RequestId, Stop, Submit
 from lpr.sched.scheduler import Scheduler
@@ -104,19 +104,7 @@ class Engine:
         (`lpr.dist.runtime.join(..., tp=N)`), each loads its part.
         """
         options = replace(options or EngineOptions(), **overrides)
-        loaded = failure = tp = None
-        if comm is not None and comm.tp_mesh is not None:
-            tp = TensorParallel(comm.tp_mesh, options.tp_backend)
-        with_head = decode is None or decode.draft_heads != "off"
-        try:
-            loaded = load(str(path_or_hub_id), options.dtype, options.device, tp, options.revision, with_head)
-        except InputError as error:
-            failure = str(error)
-        if comm is not None:
-            agree(comm, failure)
-        if loaded is None:
-            raise InputError(failure)
-        return cls(loaded, decode, options, comm=comm)
+        return cls(load_on_all(str(path_or_hub_id), decode, options, comm), decode, options, comm=comm)
 
     @classmethod
     def from_model(
@@ -182,65 +170,59 @@ class Engine:
     @in_turn
     def submit(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Submit,
         params: SamplingParams | None = None,
         logits_processors: Sequence[Processor] = (),
-        *,
-        id: RequestId | None = None,
-        priority: int = 0,
-        delivered: Sequence[int] = (),
-        tenant: str = "",
-        learns: bool = True,
-        details: bool = False,
-        arrived: float | None = None,
-        share: str = "",
-        weight: float = 1.0,
-        prediction: Prompt | None = None,
-        predicted: tuple[int, int] = (0, 0),
+        **fields: Any,
     ) -> Request:
         """Queue a request; `step` advances it. Raises InputError for a prompt that cannot be completed.
 
-        `logits_processors` are applied in their order, after those that `params` ask for and before temperature, top-k,
-        top-p and min-p; see lpr.model.sampling.processors for their arguments. They are code, so with several ranks
-        every rank must submit the request. `id` must be new; default: the next number. `delivered` are ids that an
-        earlier run has emitted, after which the output goes on as if it had never stopped. Requests share drafts and
-        K/V with those of the same `tenant`, and with `learns` False no drafts at all; neither changes their output.
-        With `details`, chunks name the draft source of each token. `arrived` is in seconds of time.monotonic; default:
-        now. Requests wait in the order of arrival, shifted by `priority` (see lpr.sched.queue); those of different
-        `share` get slots in proportion to their `weight` (see lpr.sched.fair_shares). `prediction` is a text, or ids,
-        that the output is likely to repeat in large part: it is drafted from, and never changes the output. `predicted`
-        are the counts of an earlier run (see lpr.protocol.Submit).
+        A request that lpr.protocol.Submit describes comes without other arguments. `logits_processors` are applied in
+        their order, after those that `params` ask for and before temperature, top-k, top-p and min-p; see
+        lpr.model.sampling.processors for their arguments. They are code, so with several ranks every rank must submit
+        the request.
+
+        `fields` are those of Submit. `id` must be new; default: the next number. `delivered` are ids that an earlier
+        run has emitted, after which the output goes on as if it had never stopped. Requests share drafts and K/V with
+        those of the same `tenant`, and with `learns` False no drafts at all; neither changes their output. With
+        `details`, chunks name the draft source of each token. `arrived` is in seconds of time.monotonic; default: now.
+        Requests wait in the order of arrival, shifted by `priority` (see lpr.sched.queue); those of different `share`
+        get slots in proportion to their `weight` (see lpr.sched.fair_shares). `prediction` is a text, or ids, that the
+        output is likely to repeat in large part: it is drafted from, and never changes the output. `predicted` are the
+        counts of an earlier run.
         """
-        params = params if params is not None else SamplingParams()
-        if not 0 < weight < math.inf:
-            raise InputError(f"weight={weight!r} must be a number above 0")
-        fields = {"priority": priority, "tenant": tenant, "learns": learns, "details": details}
-        known = encode_prediction(prediction, self.tokenizer, self.model.vocab_size, self.max_length)
-        fields |= {"share": share, "weight": weight, "prediction": known, "predicted": predicted}
-        request = self._make(prompt, params, logits_processors, id, delivered, arrived, **fields)
+        if isinstance(prompt, Submit) and (params is not None or logits_processors or fields):
+            raise InputError("a Submit comes without other arguments")
+        request = self._make(prompt, params, logits_processors, **fields)
         self.driver.submit(request)
         return request
 
     def _make(
         self,
-        prompt: Prompt,
-        params: SamplingParams,
-        processors: Sequence[Processor] = (),
+        given: Prompt | Submit,
+        params: SamplingParams | None,
+        processors: Sequence[Processor],
+        *,
         id: RequestId | None = None,
         delivered: Sequence[int] = (),
         arrived: float | None = None,
+        prediction: Prompt | None = None,
         **fields: Any,
     ) -> Request:
-        """The request that `submit` submits, with further `fields` of its command; raises InputError."""
-        ids, table = self.encode(prompt), self.replica.requests
-        delivered = self._ids(delivered, "delivered tokens are a list of ids")
-        check_request(len(ids), params, fields.get("priority", 0), self.max_length, self.model.vocab_size)
-        id = table.new_id(id)
-        fields |= {"has_processors": bool(processors), "arrived": time.monotonic() if arrived is None else arrived}
-        command = Submit(id, [*ids, *delivered], params, len(ids), **fields)
-        request = table.make(command, prompt, processors)
-        table.count(id)
-        return request
+        """The request that `submit` submits; raises InputError."""
+        table, prompt = self.replica.requests, None
+        if isinstance(given, Submit) and params is None:
+            command, id, delivered, prediction = given, given.id, given.delivered, given.prediction
+            self.encode(given.prompt_ids)
+        else:
+            prompt, id = cast(Prompt, given), table.next_id if id is None else id
+            fields |= {"has_processors": bool(processors), "arrived": time.monotonic() if arrived is None else arrived}
+            command = Submit.of(self.encode(prompt), params or SamplingParams(), **fields)
+        known = encode_prediction(prediction, self.tokenizer, self.model.vocab_size, self.max_length)
+        tokens = [*command.prompt_ids, *self._ids(delivered, "delivered tokens are a list of ids")]
+        command = msgspec.structs.replace(command, id=id, token_ids=tokens, prediction=known)
+        check_request(command, self.max_length, self.model.vocab_size)
+        return table.new(command, prompt, processors)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt; raises InputError if it is empty or has an id outside the vocabulary."""
@@ -312,10 +294,7 @@ class Engine:
 
     @in_turn
     def learn(self, *documents: Sequence[int]) -> None:
-        """Let further requests draft from outputs, as if they had just been decoded.
-
-        Raises InputError for an id outside the vocabulary.
-        """
+        """Let further requests draft from outputs, as if just decoded; raises InputError for ids of no token."""
         known = [self._ids(document, "a document is a list of token ids") for document in documents]
         self.driver.post(Learn(b"".join(np.array([*ids, END], np.int32).tobytes() for ids in known if ids)))
 
@@ -331,10 +310,7 @@ class Engine:
 
     @in_turn
     def compile(self, grammar: str) -> Future[Any] | None:
-        """Compile a grammar on all ranks, beside their steps, for a request that follows.
-
-        The result says when this rank has done it; None if it cannot.
-        """
+        """Compile a grammar on all ranks beside their steps; tells when this rank has done it, None if it cannot."""
         self.driver.post(Compile(grammar))
         return self.replica.requests.compile(grammar, self.model.vocab_size)
 
@@ -375,7 +351,6 @@ class Engine:
         self.driver.post_and_wait(Learn(history.tobytes(), replace=True))
 
     def _ids(self, ids: Sequence[int], rule: str) -> list[int]:
-        """Ids of the model's vocabulary; raises InputError for any other."""
         return checked_ids(ids, self.model.vocab_size, rule)
 
     def _require_idle(self, name: str) -> None:

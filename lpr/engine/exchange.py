@@ -36,16 +36,13 @@ class Gathered:
     """What all ranks have sent in a step."""
 
     draft: StepDraft
-    payloads: np.ndarray
-    """int32 [world ranks, words]."""
-    width: int
-    """Words of a node."""
+    payloads: np.ndarray  # int32 [world ranks, words]
+    width: int  # words of a node
     num_logprobs: int | None
     num_guesses: int
 
     @property
     def num_command_bytes(self) -> int:
-        """Length of the commands that the driver has announced."""
         return wire.num_command_bytes(self.payloads)
 
     def conclude(self, budgets: Budgets) -> tuple[list[Conclusion], np.ndarray]:

@@ -27,18 +27,12 @@ from lpr.native import StepDraft, TokenTree
 class Followed:
     """The accepted path of a tree, as far as a rank's part of it and its own results show it."""
 
-    place: int
-    """Of the tree among the rank's, and of its row."""
-    index: int
-    """Of the tree among all."""
-    entries: list[int]
-    """Of the row: its pending chain and the path."""
-    end: int
-    """The last node."""
-    bonus: int
-    """The token after it."""
-    is_end: bool
-    """True if no child holds that token: the path ends here."""
+    place: int  # of the tree among the rank's, and of its row
+    index: int  # of the tree among all
+    entries: list[int]  # of the row: its pending chain and the path
+    end: int  # the last node
+    bonus: int  # the token after it
+    is_end: bool  # True if no child holds that token: the path ends here
 
 
 def follow_all(draft: StepDraft, rows: Sequence[Row], results: torch.Tensor | None) -> list[Followed]:

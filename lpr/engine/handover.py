@@ -7,7 +7,7 @@ format of its own; it is soon learned again, and decides no token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,9 +19,6 @@ from lpr.engine.requests import RequestTable
 from lpr.engine.stats import DecodeStats
 from lpr.protocol import Submit, TokenLogprobs
 from lpr.sched.scheduler import CacheCounts, Scheduler
-
-if TYPE_CHECKING:
-    from lpr.engine.replica import Replica
 
 
 class RequestState(msgspec.Struct, frozen=True, array_like=True):
@@ -113,17 +110,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """On the clock of the scheduler's targets, if there are any."""
 
 
-def state_of(replica: Replica) -> State:
-    """The state of a replica."""
-    scheduler, drafts, times = replica.scheduler, replica.drafts, replica.sizer.times
+def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **more: Any) -> State:
+    """The state of a replica with these parts; `more` are the fields that they do not have."""
     targets = scheduler.limits.targets
     return State(
-        decode=replica.decode,
-        sizes=replica.sizes,
-        times=times.to_json() if times is not None else None,
-        follows=replica.start_times.follows,
-        is_draining=replica.is_draining,
-        next_id=replica.requests.next_id,
+        **more,
         history=drafts.history().tobytes(),
         tenants=[(tenant, drafts.history(tenant).tobytes()) for tenant in drafts.tenants],
         read_to=drafts.read_to,

@@ -16,17 +16,13 @@ from lpr.model.runner import TreeModel
 
 DEFAULT_LENGTH = 4096
 """Tokens of each of `max_batch_size` sequences for which there is room where nothing else is said."""
-GPU_SHARE = 0.9
-"""Share of a GPU's free memory that the cache takes where nothing else is said."""
-CPU_SHARE = 0.5
-"""The most of a CPU's free memory that it takes then."""
-ROUNDED = 256
-"""Sizes are rounded up to so many tokens, so that a change of tree sizes seldom makes another cache."""
+GPU_SHARE = 0.9  # share of a GPU's free memory that the cache takes where nothing else is said
+CPU_SHARE = 0.5  # the most of a CPU's free memory that it takes then
+ROUNDED = 256  # sizes are rounded up to so many tokens, so that a change of tree sizes seldom makes another cache
 SWAP_GIB, SWAP_SHARE = 4.0, 0.25
 """Host memory for pages that others need where nothing else is said, vLLM's default of old, and the most of what is
 free that it takes then."""
-RESERVE = 0.05
-"""Part of the free memory that is left to the activations of a step."""
+RESERVE = 0.05  # part of the free memory that is left to the activations of a step
 
 
 @dataclass(frozen=True)
@@ -35,8 +31,7 @@ class PoolSize:
 
     num_pages: int
     max_length: int
-    num_host_pages: int = 0
-    """Pages in host memory."""
+    num_host_pages: int = 0  # pages in host memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +39,15 @@ class PoolNeeds:
     """What decides the size of the pool."""
 
     decode: DecodeConfig
-    kv_memory: float | None
-    """As EngineOptions.kv_memory."""
-    longest: int | None
-    """Positions that the model has or `decode.max_length` allows; None: no limit is known."""
-    num_ahead: int
-    """Rows of a step's tree, for each decoding sequence."""
+    kv_memory: float | None  # as EngineOptions.kv_memory
+    longest: int | None  # positions that the model has or `decode.max_length` allows; None: no limit is known
+    num_ahead: int  # rows of a step's tree, for each decoding sequence
     page_size: int
     bytes_per_token: int
-    free: int | None
-    """Free bytes of the rank's device, the present cache included; None: unknown."""
+    free: int | None  # free bytes of the rank's device, the present cache included; None: unknown
     on_gpu: bool = False
-    reserve: int = 0
-    """Bytes of `free` that steps need, if that is more than RESERVE of it."""
-    told: str = ""
-    """What the rest of a GPU's memory is for, for messages."""
+    reserve: int = 0  # bytes of `free` that steps need, if that is more than RESERVE of it
+    told: str = ""  # what the rest of a GPU's memory is for, for messages
 
     @classmethod
     def of(

@@ -12,26 +12,20 @@ from collections.abc import Sequence
 
 from lpr.engine.request import Outcome
 
-TRIAL = 16
-"""Steps of a trial."""
+TRIAL = 16  # steps of a trial
 FIRST_STAY, LONGEST_STAY = 64, 1024
 """Steps of what was faster until the other is tried again, twice as many after each trial that it loses."""
-MEMORY = 0.98
-"""What a step still counts for after the next one of its kind."""
-FOLLOWED = 0.5
-"""Part of the right guesses that have a right one among their successors."""
+MEMORY = 0.98  # what a step still counts for after the next one of its kind
+FOLLOWED = 0.5  # part of the right guesses that have a right one among their successors
 
 
 class Pace:
     """Compares steps with guesses and steps without."""
 
     def __init__(self) -> None:
-        """Begin with a trial of guesses."""
-        self.rests = False
-        """True while the head guesses nothing."""
+        self.rests = False  # True while the head guesses nothing
         self._left, self._stay, self._is_trial = TRIAL, FIRST_STAY, True
-        self._counts = {False: [0.0, 0.0], True: [0.0, 0.0]}
-        """Tokens and milliseconds of steps, by `rests`."""
+        self._counts = {False: [0.0, 0.0], True: [0.0, 0.0]}  # tokens and milliseconds of steps, by `rests`
 
     def least(self, forward_ms: float) -> float:
         """The path probabilities whose guesses are worth following, in sum, if that takes `forward_ms`."""

@@ -20,9 +20,10 @@ from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
-from lpr.model.loader import Loaded, head_digest, lack_of_memory, model_digest, tokenizer_digest
+from lpr.model.loader import Loaded, head_digest, lack_of_memory, load, model_digest, tokenizer_digest
 from lpr.model.low_bit.copy import make_copy
 from lpr.model.low_bit.products import Form
+from lpr.model.parallel import TensorParallel
 from lpr.model.rewrite.base import Setting, Stage
 from lpr.model.rewrite.sharded_layers import vocabulary_head
 from lpr.model.rewrite.table import COMPILED, rewrite, undo_forwards, why_not
@@ -34,6 +35,23 @@ logger = logging.getLogger(__name__)
 _KIND = "kind of processor or version of torch (exact mode needs one of all ranks)"
 _THREADS = "number of threads (exact mode needs one of all ranks)"
 _KERNELS = "result of matrix products (exact mode needs the same bits of all ranks)"
+
+
+def load_on_all(source: str, decode: DecodeConfig | None, options: EngineOptions, comm: Comm | None) -> Loaded:
+    """Load a model, of which each rank of a replica has its part; raises InputError on all ranks if one cannot."""
+    loaded = failure = tp = None
+    if comm is not None and comm.tp_mesh is not None:
+        tp = TensorParallel(comm.tp_mesh, options.tp_backend)
+    with_head = decode is None or decode.draft_heads != "off"
+    try:
+        loaded = load(source, options.dtype, options.device, tp, options.revision, with_head)
+    except InputError as error:
+        failure = str(error)
+    if comm is not None:
+        agree(comm, failure)
+    if loaded is None:
+        raise InputError(failure)
+    return loaded
 
 
 def prepare(

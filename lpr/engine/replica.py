@@ -392,7 +392,11 @@ class Replica(StepHooks):
         if not is_driver(self.comm):
             membership.meet(b"")
             return
-        membership.meet(msgspec.msgpack.encode(handover.state_of(self)))
+        times = self.sizer.times
+        settings = {"decode": self.decode, "sizes": self.sizes, "times": None if times is None else times.to_json()}
+        settings |= {"follows": self.start_times.follows, "is_draining": self.is_draining}
+        state = handover.state_of(self.scheduler, self.drafts, next_id=self.requests.next_id, **settings)
+        membership.meet(msgspec.msgpack.encode(state))
 
     def resume(self, data: bytes) -> None:
         """On a newcomer: take over the state of the others; raises InputError if there is no room for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lpr.config import InputError, SamplingParams
+from lpr.config import InputError
 from lpr.core.suffix_index import END
 from lpr.engine.exchange import DesyncError
 from lpr.engine.request import Prompt, Request
@@ -45,12 +46,13 @@ class RequestTable:
         """Begin to compile a grammar for later requests, whose masks have `vocab_size` tokens."""
         return begin(grammar, self._facts[0], vocab_size)
 
-    def new_id(self, wanted: RequestId | None) -> RequestId:
-        """`wanted`, or the next number; raises InputError if it is in use."""
-        id = self.next_id if wanted is None else wanted
-        if id in self.open or id in self.announced:
-            raise InputError(f"request id {id!r} is in use")
-        return id
+    def new(self, command: Submit, prompt: Prompt | None = None, processors: Sequence[Processor] = ()) -> Request:
+        """The same for a new request; raises InputError if its id is in use."""
+        if command.id in self.open or command.id in self.announced:
+            raise InputError(f"request id {command.id!r} is in use")
+        request = self.make(command, prompt, processors)
+        self.count(command.id)
+        return request
 
     def count(self, id: RequestId) -> None:
         """Hand out later numbers than `id` from now on."""
@@ -122,8 +124,9 @@ def check_history(history: np.ndarray, vocab_size: int) -> None:
         raise InputError(f"a learned history has ids outside the model's vocabulary of {vocab_size}")
 
 
-def check_request(num_prompt: int, params: SamplingParams, priority: int, max_length: int, vocab_size: int) -> None:
+def check_request(command: Submit, max_length: int, vocab_size: int) -> None:
     """Raise InputError for a request that an engine of these limits cannot complete."""
+    num_prompt, params, priority = command.num_prompt, command.params, command.priority
     if num_prompt + params.max_new_tokens > max_length:
         raise InputError(
             f"the prompt's {num_prompt} tokens and max_new_tokens={params.max_new_tokens} exceed the context of "
@@ -131,6 +134,8 @@ def check_request(num_prompt: int, params: SamplingParams, priority: int, max_le
         )
     if type(priority) is not int or not -(2**63) <= priority < 2**63:
         raise InputError(f"priority={priority!r} must be a whole number of 64 bits")
+    if not 0 < command.weight < math.inf:
+        raise InputError(f"weight={command.weight!r} must be a number above 0")
     biased = [token for token, _ in params.logit_bias]
     for name, tokens in (("logit_bias", biased), ("forced_ids", params.forced_ids)):
         if outside := [token for token in tokens if token >= vocab_size]:

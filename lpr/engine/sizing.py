@@ -27,33 +27,23 @@ from lpr.native import Budgets
 
 FIRST_TOKENS, FIRST_STEPS = 2.0, 4
 """Expected tokens of a new request's step, and the number of steps for which that counts."""
-SHARE_EVERY = 16
-"""Least steps between two times that rank 0 sends its step times."""
-SAMPLE_PLAIN = 4
-"""Of plain steps, which are all alike, one in so many is counted: 0.05 ms is much for a step of 3 ms."""
-SHARE_PART = 0.05
-"""Least relative change of a time that is sent."""
-LONGEST_STEP = 4.0
-"""Automatic sizes end where a step takes this many times as long as one that evaluates one token."""
-FEWEST_NODES = 16
-"""Least nodes per rank of automatic sizes: a draft that is sure of itself pays almost anywhere."""
-ROUNDS = 6
-"""Times that each number of nodes is timed."""
+SHARE_EVERY = 16  # least steps between two times that rank 0 sends its step times
+SAMPLE_PLAIN = 4  # of plain steps, which are all alike, one in so many is counted: 0.05 ms is much for a step of 3 ms
+SHARE_PART = 0.05  # least relative change of a time that is sent
+LONGEST_STEP = 4.0  # automatic sizes end where a step takes this many times as long as one that evaluates one token
+FEWEST_NODES = 16  # least nodes per rank of automatic sizes: a draft that is sure of itself pays almost anywhere
+ROUNDS = 6  # times that each number of nodes is timed
 CHEAP = 2.0
 """After the first round, numbers of nodes that take longer than this many times a single token are timed no more."""
-ENOUGH = 0.5
-"""Seconds, per batch size, after which no further round begins: steps correct what is measured."""
-LONGEST = 0.5
-"""Seconds of the first round, per cached length, after which no larger tree is tried."""
-STEEPEST = 8.0
-"""No larger tree is tried after one that takes this many times as long as a single token."""
+ENOUGH = 0.5  # seconds, per batch size, after which no further round begins: steps correct what is measured
+LONGEST = 0.5  # seconds of the first round, per cached length, after which no larger tree is tried
+STEEPEST = 8.0  # no larger tree is tried after one that takes this many times as long as a single token
 FEWEST, MOST_ROUNDS, LONGER = 3, 24, 0.15
 """The smallest numbers of tokens, and how often and for how many further seconds each batch size times them.
 
 Whether a first node pays is a matter of a few percent. An engine that takes it for free drafts in every step, and does
 not see again what a step without nodes takes."""
-AGREE = 1.25
-"""The two shortest times of a number of nodes agree if they differ by no more than this factor."""
+AGREE = 1.25  # the two shortest times of a number of nodes agree if they differ by no more than this factor
 PATIENCE = 1.5
 """Seconds, per batch size, after which no further round begins though the times of a cheap tree do not agree."""
 BATCHES = (1, 8, 16)

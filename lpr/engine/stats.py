@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from lpr.core.tree import Source, TokenTree
 from lpr.protocol import Usage
 
-At = tuple[int, int]
-"""A node's source and depth."""
+At = tuple[int, int]  # a node's source and depth
 
 
 @dataclass
@@ -99,7 +98,6 @@ class DecodeStats:
         )
 
     def add(self, other: DecodeStats) -> None:
-        """Add the counts of `other`."""
         self.num_steps += other.num_steps
         self.num_fill_steps += other.num_fill_steps
         self.num_tokens += other.num_tokens

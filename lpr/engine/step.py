@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lpr.config import TreeSizes
 from lpr.core.budgets import Budgets
 from lpr.engine.ahead import Ahead, look_ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
+from lpr.engine.plan import StepPlan
 from lpr.engine.request import Outcome, Request
 from lpr.model.input_builder import Row
 from lpr.model.runner import TreeModel
@@ -27,34 +27,15 @@ from lpr.model.sampling.processors import ProcessorPath
 from lpr.model.sampling.selection import Selection
 from lpr.native import Conclusion, StepDraft, draft_step
 
-GREEDY = Selection.build([])
-"""The selection of a step without sampled requests and without logits processors."""
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What one step does, the same on all ranks."""
-
-    decoding: Sequence[Request]
-    """They advance by their accepted path and a bonus token."""
-    filling: Sequence[tuple[Request, Sequence[int]]]
-    """They compute the K/V of so many tokens of their pending chain, per rank. A rank whose rows are padded has either
-    rows of `decoding` or one of these."""
-    sizes: TreeSizes
-    digest: int = 0
-    """Of what else must agree on all ranks, the home ranks for one."""
-    num_command_bytes: int = 0
-    """Length of the commands that the driver broadcasts after the step; 0 on other ranks."""
+GREEDY = Selection.build([])  # the selection of a step without sampled requests and without logits processors
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What one step did."""
 
-    outcomes: list[Outcome]
-    """Per decoding request."""
-    num_command_bytes: int
-    """Length of the commands that the driver has announced."""
+    outcomes: list[Outcome]  # per decoding request
+    num_command_bytes: int  # length of the commands that the driver has announced
 
 
 def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: Budgets, hooks: StepHooks) -> StepResult:

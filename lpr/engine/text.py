@@ -205,8 +205,7 @@ class StopSearch:
         """Search for `stops`, none of them empty."""
         self._stops = tuple(dict.fromkeys(stops))
         self._borders = [[0] for _ in self._stops]  # as far as a text has matched: long stops are rarely reached
-        self._matched = [0] * len(self._stops)
-        """Per stop, the length of its longest beginning that ends the text."""
+        self._matched = [0] * len(self._stops)  # per stop, the length of its longest beginning that ends the text
         self._ahead: tuple[str, list[int]] = ("", self._matched)
         """Pending text that was searched, and `_matched` behind it."""
 
@@ -300,13 +299,11 @@ class TextStream:
         """Begin the output of a request; without a tokenizer its text stays empty."""
         if tokenizer is None and params.stop:
             raise InputError(f"stop={params.stop!r} needs a tokenizer, and this model was loaded without one")
-        self.num_tokens = 0
-        """Ids pushed."""
+        self.num_tokens = 0  # ids pushed
         self._is_closed = False
         self._params = params
         self._eos_ids = frozenset() if params.ignore_eos else eos_token_ids
-        self.stop_ids = self._eos_ids | set(params.stop_token_ids)
-        """Ids that end the output, with "stop"."""
+        self.stop_ids = self._eos_ids | set(params.stop_token_ids)  # ids that end the output, with "stop"
         self.stop_reason: int | str | None = None
         """The stop string, or the id of `stop_token_ids` that is no end of text, that ended the output."""
         skip = params.skip_special_tokens
@@ -386,8 +383,7 @@ class TextStream:
         final `text`.
         """
         self._read(num_tokens)
-        chunk = "".join(self._safe)
-        self._safe.clear()
+        chunk, self._safe = "".join(self._safe), []
         if chunk:
             self._taken.append(chunk)
         return chunk

@@ -29,8 +29,7 @@ from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 
 _LOG = logging.getLogger(__name__)
-_MEASURED_AS = 7
-"""Raised when `measure_step_times` measures in another way, so that older files are not read."""
+_MEASURED_AS = 7  # raised when `measure_step_times` measures in another way, so that older files are not read
 
 
 class StartTimes:
@@ -40,10 +39,8 @@ class StartTimes:
         """Not known yet; `given` are those that the user has given, on the driver, until all ranks have them."""
         self.given = given
         self.times: StepTimes | None = None
-        self.follows = True
-        """True if the times that steps really take change them."""
-        self.path: Path | None = None
-        """The file that keeps them; None if they were not measured, or not undisturbed."""
+        self.follows = True  # True if the times that steps really take change them
+        self.path: Path | None = None  # the file that keeps them; None if they were not measured, or not undisturbed
         self._comm = comm
 
     def find(self, model: TreeModel, like: KVCache, max_nodes: int, max_length: int, max_batch_size: int) -> StepTimes:

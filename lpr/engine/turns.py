@@ -20,16 +20,12 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        """The turn is free."""
         self._lock: Any = threading.RLock()
-        self._next = threading.Lock()
-        """Held by the thread whose turn is next."""
-        self.is_stepping = False
-        """True while the thread whose turn it is takes a step."""
+        self._next = threading.Lock()  # held by the thread whose turn is next
+        self.is_stepping = False  # True while the thread whose turn it is takes a step
 
     @property
     def is_mine(self) -> bool:
-        """True if it is this thread's turn."""
         mine: bool = self._lock._is_owned()
         return mine
 

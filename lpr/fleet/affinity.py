@@ -10,14 +10,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-FIRST_BYTES = 256
-"""Bytes that the first key covers. Each next key covers twice as many; a shorter prompt has no key."""
+FIRST_BYTES = 256  # Bytes that the first key covers. Each next key covers twice as many; a shorter prompt has no key.
 MOST_KEYS = 9
-MOST_IDS = 32768
-"""Token ids of a prompt that are read: as text they are more than 64 KiB."""
+MOST_IDS = 32768  # token ids of a prompt that are read: as text they are more than 64 KiB
 SESSION_HEADER = "x-session-id"
-SESSION_FIELD = "prompt_cache_key"
-"""OpenAI's field for a session."""
+SESSION_FIELD = "prompt_cache_key"  # OpenAI's field for a session
 
 
 def prefix_keys(body: Mapping[str, Any]) -> list[str]:

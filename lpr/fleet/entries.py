@@ -20,10 +20,8 @@ from lpr.core.suffix_index import END, as_learnt
 
 VERSION = 1
 FIELD = b"d"
-MOST_TOKENS = 4096
-"""Tokens of an entry. Of a longer output, the last ones are sent."""
-MOST_BYTES = 4 * MOST_TOKENS + 256
-"""Longest entry; a longer one is malformed."""
+MOST_TOKENS = 4096  # Tokens of an entry. Of a longer output, the last ones are sent.
+MOST_BYTES = 4 * MOST_TOKENS + 256  # longest entry; a longer one is malformed
 ID_BYTES = 8
 
 
@@ -31,16 +29,12 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     """One output of a replica."""
 
     version: int
-    origin: bytes
-    """Random id of the replica's start that wrote it."""
-    number: bytes
-    """Differs for each output of an origin, so that an entry sent twice is learned once."""
-    num_prompt: int
-    """Tokens before the output: its context."""
+    origin: bytes  # random id of the replica's start that wrote it
+    number: bytes  # differs for each output of an origin, so that an entry sent twice is learned once
+    num_prompt: int  # tokens before the output: its context
     tokens: bytes
 
     def token_ids(self) -> np.ndarray:
-        """The tokens, int32 [num_tokens]."""
         return np.frombuffer(self.tokens, "<i4").astype(np.int32, copy=False)
 
 
@@ -82,23 +76,18 @@ def within_vocabulary(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, 
     return (np.where(outside, np.int32(END), tokens) if count else tokens), count
 
 
-AT_ONCE = 4096
-"""Tokens learned between two steps: 0.4 ms of the native core, 5 ms of the Python one."""
-FULL = 1 << 18
-"""Tokens in the queue above which the reader pauses. What the store drops meanwhile is lost."""
+AT_ONCE = 4096  # tokens learned between two steps: 0.4 ms of the native core, 5 ms of the Python one
+FULL = 1 << 18  # Tokens in the queue above which the reader pauses. What the store drops meanwhile is lost.
 
 
 class Batch(NamedTuple):
     """Outputs of one tenant, learned together."""
 
     tenant: str
-    history: np.ndarray
-    """int32 [num_tokens]: documents that END separates."""
-    read_to: str
-    """The last entry of the stream that this batch or an earlier one covers; "" if unknown."""
+    history: np.ndarray  # int32 [num_tokens]: documents that END separates
+    read_to: str  # the last entry of the stream that this batch or an earlier one covers; "" if unknown
     num_outputs: int = 0
-    came: float = 0.0
-    """Arrival of the newest of them in the store, in seconds since 1970; 0 if unknown."""
+    came: float = 0.0  # arrival of the newest of them in the store, in seconds since 1970; 0 if unknown
 
 
 class Inbox:
@@ -115,7 +104,6 @@ class Inbox:
 
     @property
     def is_full(self) -> bool:
-        """True if reading should pause."""
         return self._num_tokens > FULL
 
     @property

@@ -11,10 +11,8 @@ from urllib.parse import urlsplit
 
 from lpr.config import InputError
 
-STORES = ("redis", "rediss", "unix")
-"""Schemes of --draft-store."""
-PASSWORD = "LPR_DRAFT_STORE_PASSWORD"
-"""Environment variable with the password of the store, for a URL that has none."""
+STORES = ("redis", "rediss", "unix")  # schemes of --draft-store
+PASSWORD = "LPR_DRAFT_STORE_PASSWORD"  # environment variable with the password of the store, for a URL that has none
 OBJECTS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 """Schemes of --draft-snapshots that mean an object store; anything without one is a folder."""
 
@@ -71,7 +69,6 @@ def check(options: FleetOptions, share_drafts: str) -> None:
 
 
 def default_name(port: int) -> str:
-    """The default name of a replica."""
     return f"{socket.gethostname()}:{port}"
 
 

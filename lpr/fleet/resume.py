@@ -20,12 +20,9 @@ ROUTES = BLOCK_ROUTES | {
 }  # fmt: skip
 """Paths whose streams can be continued."""
 _HIDDEN = ("token_ids", "prompt_token_ids")
-_GIVEN_UP = "unavailable"
-"""Code of the error of a service that ends before a stream does (lpr.serve.errors)."""
-_OVERLOADED = "overloaded_error"
-"""Type of the same error in Anthropic's shape, which has no codes."""
-_TOKEN_IDS = "lpr.token_ids"
-"""Type of the event with a step's ids (lpr.serve.api.blocks)."""
+_GIVEN_UP = "unavailable"  # code of the error of a service that ends before a stream does (lpr.serve.errors)
+_OVERLOADED = "overloaded_error"  # type of the same error in Anthropic's shape, which has no codes
+_TOKEN_IDS = "lpr.token_ids"  # type of the event with a step's ids (lpr.serve.api.blocks)
 _ENDS = ("message_stop", "error", "response.completed", "response.incomplete", "response.failed")
 
 
@@ -34,8 +31,7 @@ class Resumption:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         """The stream that a body with these fields asks for."""
-        self.is_complete = False
-        """True once the stream has ended as the last service wanted it to."""
+        self.is_complete = False  # True once the stream has ended as the last service wanted it to
         self.delivered: list[int] = list(fields.get("delivered_token_ids") or ())
         self._fields = {**fields, "return_token_ids": True}
         if fields.get("seed") in (None, -1):  # it decides the ids of calls, too
@@ -113,12 +109,10 @@ class _BlockResumption(Resumption):
         self._shows_ids = not self._hidden
         self._held: list[dict[str, Any]] = []
         self._number = 0
-        self._first: dict[str, Any] = {}
-        """What the response was called at first."""
+        self._first: dict[str, Any] = {}  # what the response was called at first
 
     @property
     def body(self) -> bytes:
-        """See Resumption."""
         self._held.clear()
         return super().body
 

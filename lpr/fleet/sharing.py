@@ -21,14 +21,10 @@ from lpr.fleet.snapshots import SnapshotKeeper, place_of
 from lpr.fleet.store import Worker, connect, stream_of
 from lpr.fleet.streams import Reader, Sender
 
-MARK_SECONDS = 1.0
-"""Seconds between two batches that only record how far a stream was read."""
-FLUSH_SECONDS = 1.0
-"""Time at the end to send queued outputs."""
-JOIN_SECONDS = 2.0
-"""Time for the threads to end. One that hangs in a call of the store ends with the process."""
-REPORT_SECONDS = 60.0
-"""Seconds between two lines on stderr about the same failure."""
+MARK_SECONDS = 1.0  # seconds between two batches that only record how far a stream was read
+FLUSH_SECONDS = 1.0  # time at the end to send queued outputs
+JOIN_SECONDS = 2.0  # Time for the threads to end. One that hangs in a call of the store ends with the process.
+REPORT_SECONDS = 60.0  # seconds between two lines on stderr about the same failure
 _NOTHING = np.empty(0, np.int32)
 
 

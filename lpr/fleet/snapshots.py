@@ -30,8 +30,7 @@ from lpr.fleet.entries import Batch
 from lpr.fleet.options import scheme_of
 
 VERSION = 1
-MOST_BYTES = 256 << 20
-"""Largest snapshot that is read: a suffix index holds a few million tokens."""
+MOST_BYTES = 256 << 20  # largest snapshot that is read: a suffix index holds a few million tokens
 _KEY = "lpr_drafts"
 
 
@@ -93,8 +92,7 @@ class Objects:
         self._obstore.put(self._store, name, data)
 
 
-Place = Folder | Objects
-"""Where snapshots are kept."""
+Place = Folder | Objects  # where snapshots are kept
 
 
 def place_of(where: str) -> Place:
@@ -103,7 +101,6 @@ def place_of(where: str) -> Place:
 
 
 def name_of(stream: str) -> str:
-    """The name of a stream's snapshot."""
     return f"drafts-{digest_of(stream):016x}.safetensors"
 
 
@@ -140,8 +137,7 @@ def _checksum(facts: dict[str, Any], tokens: np.ndarray) -> str:
     return content.hexdigest()
 
 
-ANSWER_SECONDS = 10.0
-"""Time for the step loop to `offer` what it has learned."""
+ANSWER_SECONDS = 10.0  # time for the step loop to `offer` what it has learned
 _LOOK_EVERY = 0.2
 
 
@@ -156,13 +152,11 @@ class SnapshotKeeper:
 
         `wake` makes the step loop look at `wanted`; `unreadable` is called with what a failed read raised.
         """
-        self.wanted: str | None = None
-        """The tenant of which the step loop should `offer` the history."""
+        self.wanted: str | None = None  # the tenant of which the step loop should `offer` the history
         self._store, self._place, self._every, self._counts = store, place, every, counts
         self._key_of, self._tenants, self._wake, self._unreadable = key_of, tenants, wake, unreadable
         self._offers: queue.SimpleQueue[tuple[str, np.ndarray, str]] = queue.SimpleQueue()
-        self._written: dict[str, int] = {}
-        """By tenant, a hash of the last snapshot that this replica wrote."""
+        self._written: dict[str, int] = {}  # by tenant, a hash of the last snapshot that this replica wrote
         self._due = time.monotonic() + every * random.uniform(0.5, 1.0)
 
     def offer(self, tenant: str, history: np.ndarray, read_to: str) -> None:

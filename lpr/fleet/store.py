@@ -23,16 +23,11 @@ from redis.retry import Retry
 
 from lpr.fleet.options import PASSWORD
 
-CALL_SECONDS = 3.0
-"""Time-out of connecting, and of each wait for the next bytes of an answer; above `BLOCK_SECONDS`."""
-ANSWER_SECONDS = 10.0
-"""Time-out of a whole answer."""
-BLOCK_SECONDS = 0.5
-"""Time that a read waits for new entries."""
-MOST_ANSWER = 8 << 20
-"""Longest answer in bytes: several times a batch of the longest entries."""
-FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0
-"""Seconds before a failed call is repeated."""
+CALL_SECONDS = 3.0  # Time-out of connecting, and of each wait for the next bytes of an answer; above `BLOCK_SECONDS`
+ANSWER_SECONDS = 10.0  # Time-out of a whole answer
+BLOCK_SECONDS = 0.5  # time that a read waits for new entries
+MOST_ANSWER = 8 << 20  # longest answer in bytes: several times a batch of the longest entries
+FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0  # seconds before a failed call is repeated
 
 
 class TooLongError(StoreConnectionError):
@@ -107,11 +102,9 @@ class Worker(threading.Thread):
     def __init__(self, name: str, work: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         super().__init__(name=f"lpr-{name}", daemon=True)
         self._work, self._failed = work, failed
-        self.stopping = threading.Event()
-        """Set to end after the current round."""
+        self.stopping = threading.Event()  # set to end after the current round
 
     def run(self) -> None:
-        """As Thread.run."""
         failures = 0
         while not self.stopping.is_set():
             try:

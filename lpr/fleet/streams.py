@@ -24,14 +24,10 @@ from lpr.fleet.counts import DraftCounts
 from lpr.fleet.entries import FIELD, ID_BYTES, Batch, Entry, Inbox, decode, encode, within_vocabulary
 from lpr.fleet.store import BLOCK_SECONDS, TooLongError
 
-QUEUE = 1024
-"""Longest queue, in outputs. Above it, the oldest are dropped."""
-SEND_AT_ONCE = 64
-"""Outputs per request to the store."""
-KEPT_SECONDS = 7 * 24 * 3600
-"""The store forgets a stream to which nothing was added for so long."""
-_WAIT = 0.5
-"""Seconds after which an idle thread checks if it should end."""
+QUEUE = 1024  # Longest queue, in outputs. Above it, the oldest are dropped.
+SEND_AT_ONCE = 64  # outputs per request to the store
+KEPT_SECONDS = 7 * 24 * 3600  # the store forgets a stream to which nothing was added for so long
+_WAIT = 0.5  # seconds after which an idle thread checks if it should end
 
 
 class _Waiting(NamedTuple):
@@ -97,18 +93,12 @@ class Sender:
         self._counts.send_queue = len(self._queue)
 
 
-START = "0-0"
-"""Before a stream's first entry."""
-MOST_TENANTS = 64
-"""Streams followed at a time. Of more, the one whose tenant asked least recently is dropped."""
-READ_AT_ONCE = 32
-"""Entries per read, of all streams: parsing more would hold up the step loop's thread."""
-PAUSE_SECONDS = 0.01
-"""Seconds between two reads that brought entries, for the same reason."""
-LOOK_EVERY = 20
-"""Empty reads after which the reader checks if the store has lost a stream."""
-MOST_SEEN = 16384
-"""Outputs remembered by their numbers, so that none is learned twice."""
+START = "0-0"  # before a stream's first entry
+MOST_TENANTS = 64  # Streams followed at a time. Of more, the one whose tenant asked least recently is dropped.
+READ_AT_ONCE = 32  # entries per read, of all streams: parsing more would hold up the step loop's thread
+PAUSE_SECONDS = 0.01  # seconds between two reads that brought entries, for the same reason
+LOOK_EVERY = 20  # empty reads after which the reader checks if the store has lost a stream
+MOST_SEEN = 16384  # outputs remembered by their numbers, so that none is learned twice
 _ID = re.compile(r"\d{1,20}-\d{1,20}")
 
 
@@ -118,8 +108,7 @@ class _Stream:
 
     tenant: str
     key: str
-    position: str | None = None
-    """The last entry read; None before the snapshot was read."""
+    position: str | None = None  # the last entry read; None before the snapshot was read
 
 
 class Reader:
@@ -143,8 +132,7 @@ class Reader:
         """True after an answer that was too long: entries are read one by one until the long one is found."""
         self._num_empty = LOOK_EVERY
         """Empty reads in a row. A store that was unreachable may have lost streams, and counts as `LOOK_EVERY`."""
-        self._seen: dict[bytes, None] = {}
-        """Numbers of the outputs read, the oldest first."""
+        self._seen: dict[bytes, None] = {}  # numbers of the outputs read, the oldest first
 
     @property
     def tenants(self) -> list[str]:

@@ -50,13 +50,11 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """True if layers fold the past into a state."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     return bool(_RECURRENT_LAYERS.intersection(kinds)) if kinds else bool(model._is_stateful)
 
 
 def has_experts(config: Any) -> bool:
-    """True for a mixture of experts."""
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 64 << 20
-"""Memory is taken in pieces of about so many bytes, when their first page is needed."""
-NUM_TIMED = 8
-"""Pages whose copies are timed."""
+SLAB_BYTES = 64 << 20  # memory is taken in pieces of about so many bytes, when their first page is needed
+NUM_TIMED = 8  # pages whose copies are timed
 
 
 class HostPages:
@@ -22,16 +20,13 @@ class HostPages:
         self._pools, self._page_size = pools, page_size
         page_bytes = sum(pool[:, :page_size].numel() * pool.element_size() for pool in pools)
         self._per_slab = max(1, slab_bytes // page_bytes)
-        self._slabs: dict[int, list[Tensor]] = {}
-        """By number, per pool [pages, layers, rows of a page, heads, dim]."""
+        self._slabs: dict[int, list[Tensor]] = {}  # by number, per pool [pages, layers, rows of a page, heads, dim]
 
     def store(self, page: int, host_page: int) -> None:
-        """Copy a page of the cache to a page here."""
         for pool, stored in zip(self._pools, self._stored(host_page), strict=True):
             stored.copy_(self._rows(pool, page), non_blocking=True)
 
     def load(self, host_page: int, page: int) -> None:
-        """Copy a page from here to a page of the cache. Copies of one page take effect in the order of the calls."""
         for pool, stored in zip(self._pools, self._stored(host_page), strict=True):
             self._rows(pool, page).copy_(stored, non_blocking=True)
 

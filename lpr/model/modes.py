@@ -17,7 +17,6 @@ _DEVICES = ("cpu", "cuda")
 
 
 def autocasts() -> bool:
-    """True within `torch.autocast`."""
     return any(map(torch.is_autocast_enabled, _DEVICES))
 
 

@@ -74,7 +74,7 @@ def text_part(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 class Absent(nn.Module):
-    """In the place of a tower."""
+    """A placeholder for a tower, which text does not reach."""
 
     dtype, device = torch.float32, torch.device("cpu")
 

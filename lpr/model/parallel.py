@@ -54,18 +54,15 @@ _QUERIES = re.compile(r"\.(q_proj|q_b_proj|q_gate_proj|kv_b_proj|qkv_proj|query_
 class TensorParallel:
     """The ranks that share one replica, and the backend that splits the model."""
 
-    mesh: DeviceMesh
-    """One axis, `tp`."""
+    mesh: DeviceMesh  # one axis, `tp`
     backend: str = "transformers"
 
     @property
     def size(self) -> int:
-        """Ranks per replica."""
         return self.mesh.size()
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
         return self.mesh.get_local_rank()
 
 
@@ -204,7 +201,6 @@ def check_shards(
 def _load_with_transformers(
     config: PretrainedConfig, plan: Mapping[str, str], device: torch.device, tp: TensorParallel, read: Read
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """By the model's own plan; every rank reads only its part."""
     kv_heads = num_kv_heads(config)
     shared: dict[str, str] = {}
     if kv_heads < tp.size and splits_heads(plan):

@@ -1,4 +1,4 @@
-"""The memory of a GPU, told before it is spent: one sum for the start of an engine and for `lpr.plan`.
+"""Estimates of GPU memory: one sum for the start of an engine and for `lpr.plan`.
 
 What is there before the K/V cache is sized, and what steps need beside it. Marked *estimated* is what no GPU has shown.
 """
@@ -48,7 +48,7 @@ class RankSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The steps that are to fit."""
+    """The sizes of the steps that memory is reserved for."""
 
     batch: int
     num_ahead: int
@@ -98,7 +98,6 @@ class MemoryNeeds:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.before + self.steps
 
     def tell(self) -> str:

@@ -25,8 +25,7 @@ from lpr.model.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
-MOST_FORMS = 64
-"""Forms of a step that may be compiled; torch's own limit is 8."""
+MOST_FORMS = 64  # forms of a step that may be compiled; torch's own limit is 8
 
 
 def compiled_folder() -> Path:
@@ -41,8 +40,7 @@ class CompiledForward:
     """An adapter's forward, compiled from its next call on."""
 
     def __init__(self, adapter: Adapter, backend: str = "inductor") -> None:
-        self.reason: str | None = None
-        """The reason why steps are no longer compiled; None while they are."""
+        self.reason: str | None = None  # the reason why steps are no longer compiled; None while they are
         self._adapter = adapter
         self._before, self._rewrite = _so_far(), CompiledModel(backend)
         # By default it is in a folder for temporary files, which a machine or container forgets when it restarts.

@@ -42,7 +42,6 @@ class Upload:
         return self._words[:count]
 
     def send(self, count: int) -> None:
-        """Begin to copy the first `count` words."""
         if self._host is not self._target:
             self._target[:count].copy_(self._host[:count], non_blocking=True)
         if self._left is not None:

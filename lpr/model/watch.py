@@ -19,10 +19,8 @@ from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.rewrite.merged_linear import PackedLinear
 from lpr.model.runner import TreeModel
 
-_MOST_READ = 3
-"""Values of a parameter that are read."""
-_SMALL = 4096
-"""Buffers with fewer values are no weights; models write to theirs."""
+_MOST_READ = 3  # values of a parameter that are read
+_SMALL = 4096  # buffers with fewer values are no weights; models write to theirs
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Attributes of PEFT's layers that change what they compute."""
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32}
@@ -32,7 +30,6 @@ class Watch:
     """The state of a model when it was read last."""
 
     def __init__(self, runner: TreeModel) -> None:
-        """Read the model as it is."""
         self._runner = runner
         self.note()
 
@@ -61,7 +58,6 @@ class Watch:
 
     @property
     def trains(self) -> bool:
-        """True if a module is in training mode."""
         return any([each.training for each, _, _ in self._modules])
 
     def has_changed(self) -> bool:

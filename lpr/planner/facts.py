@@ -41,16 +41,12 @@ _FUSED = ("qkv_proj", "query_key_value")
 class Weights:
     """Equal parameters of several layers: `count` tensors of `shape` that the plan splits by `style`."""
 
-    name: str
-    """Name with * in the place of the layer's number."""
+    name: str  # name with * in the place of the layer's number
     shape: tuple[int, ...]
     count: int
-    style: str | None
-    """The plan's style; None: every rank of a replica holds all of it."""
-    is_lookup: bool
-    """An embedding that is not the output head too: a step reads a row per token and not the whole."""
-    is_expert: bool
-    """Experts along the first axis, of which a token uses few."""
+    style: str | None  # the plan's style; None: every rank of a replica holds all of it
+    is_lookup: bool  # an embedding that is not the output head too: a step reads a row per token and not the whole
+    is_expert: bool  # experts along the first axis, of which a token uses few
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,6 @@ class KeptState:
     count: int
 
     def num_bytes(self, element_size: int) -> int:
-        """Bytes of all of them."""
         return self.count * math.prod(self.shape) * (4 if self.is_scan else element_size)
 
     def flops(self, num_tokens: int) -> float:
@@ -91,8 +86,7 @@ class KeptState:
 class Collective:
     """A collective after `count` modules, over `width` values of each token."""
 
-    kind: str
-    """"all_reduce" or "all_gather"."""
+    kind: str  # "all_reduce" or "all_gather"
     width: int
     count: int
     per_result: bool
@@ -111,28 +105,19 @@ CHOICE_WORDS = 3 + 2 * DecodeConfig().num_candidates
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a model."""
-
     name: str
     model_type: str
-    dtype: str
-    """The checkpoint's own, bfloat16 if the config does not say."""
+    dtype: str  # the checkpoint's own, bfloat16 if the config does not say
     weights: tuple[Weights, ...]
     kept: tuple[KeptRows, ...]
-    states: tuple[KeptState, ...]
-    """Of recurrent layers, whole on every rank."""
-    indexer_heads: int
-    """Heads of sparse attention's indexers, which score every key."""
-    collectives: tuple[Collective, ...]
-    """Of one forward along tp; empty without a plan."""
-    has_plan: bool
-    """transformers has a tensor-parallel plan for this model type."""
-    splits_queries: bool
-    """The plan gives each rank its own query heads."""
+    states: tuple[KeptState, ...]  # of recurrent layers, whole on every rank
+    indexer_heads: int  # heads of sparse attention's indexers, which score every key
+    collectives: tuple[Collective, ...]  # those of one forward along tp; empty without a plan
+    has_plan: bool  # transformers has a tensor-parallel plan for this model type
+    splits_queries: bool  # the plan gives each rank its own query heads
     splits_kv: bool
     """The plan gives each rank its own key/value heads; latent attention keeps its one latent on all ranks."""
-    fused_heads: bool
-    """The plan splits a projection that holds queries and keys together."""
+    fused_heads: bool  # the plan splits a projection that holds queries and keys together
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -293,28 +278,21 @@ def kept_shapes(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[i
 
 @dataclass(frozen=True)
 class Planned:
-    """A model to plan for."""
-
     name: str
     config: PretrainedConfig
-    decode: dict[str, int]
-    """Fields of DecodeConfig that the file sets; budgets per rank."""
-    origin: str
-    """Source of the facts, for the reader."""
+    decode: dict[str, int]  # fields of DecodeConfig that the file sets; budgets per rank
+    origin: str  # source of the facts, for the reader
 
 
 def preset_names() -> list[str]:
-    """Every preset."""
     return sorted(path.stem for path in package_file("models").glob("*.toml"))
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The tables of a preset that exists."""
     return tomllib.loads(package_file(f"models/{name}.toml").read_text(encoding="utf-8"))
 
 
 def package_file(name: str) -> Path:
-    """A file of lpr/assets."""
     return Path(str(files("lpr") / "assets" / name))
 
 

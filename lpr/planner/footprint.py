@@ -18,8 +18,7 @@ from lpr.model.reserve import MemoryNeeds, RankSizes, Steps, memory_needs
 from lpr.planner.facts import ModelFacts, Weights
 from lpr.sched.state_snapshots import SNAPSHOTS_PER_SLOT
 
-KV_BUCKET = 256
-"""Padding of a sequence's rows on a GPU, as in TreeModel."""
+KV_BUCKET = 256  # padding of a sequence's rows on a GPU, as in TreeModel
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Mesh:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the mesh."""
         return self.lp * self.tp
 
     def __str__(self) -> str:
@@ -52,18 +50,12 @@ class Footprint:
     """Memory and traffic of one GPU of a mesh."""
 
     mesh: Mesh
-    problem: str | None
-    """The reason why the model cannot be split so; the other fields are 0 then."""
-    needs: MemoryNeeds | None = None
-    """What the memory holds besides K/V and states."""
-    kv_bytes: int = 0
-    """K/V and states of the requests that must run at once, each with a full context."""
-    kv_row_bytes: int = 0
-    """K/V of one token."""
-    state_bytes: int = 0
-    """States of recurrent layers with their snapshots, a part of `kv_bytes`."""
-    step_bytes: int = 0
-    """Least bytes that a step reads: the weights it uses and the K/V of a full context."""
+    problem: str | None  # the reason why the model cannot be split so; the other fields are 0 then
+    needs: MemoryNeeds | None = None  # what the memory holds besides K/V and states
+    kv_bytes: int = 0  # K/V and states of the requests that must run at once, each with a full context
+    kv_row_bytes: int = 0  # K/V of one token
+    state_bytes: int = 0  # states of recurrent layers with their snapshots, a part of `kv_bytes`
+    step_bytes: int = 0  # least bytes that a step reads: the weights it uses and the K/V of a full context
     lp: Traffic = Traffic(0, 0)
     tp: Traffic = Traffic(0, 0)
 
@@ -74,12 +66,10 @@ class Footprint:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of a step's layers and logits."""
         return self.needs.layers + self.needs.logits if self.needs is not None else 0
 
     @property
     def total_bytes(self) -> int:
-        """All memory."""
         return self.kv_bytes + (self.needs.total if self.needs is not None else 0)
 
     def fits(self, memory: int) -> bool:

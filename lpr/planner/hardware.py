@@ -28,10 +28,8 @@ class Link:
     """A link between GPUs, inside a host or between hosts."""
 
     name: str
-    hardware: int
-    """Column of the latency table: 0 NVLink, 1 PCI, 2 network."""
-    bandwidth: float
-    """Bytes per second that one GPU can send while it receives as much."""
+    hardware: int  # column of the latency table: 0 NVLink, 1 PCI, 2 network
+    bandwidth: float  # bytes per second that one GPU can send while it receives as much
 
 
 LINKS = {
@@ -73,8 +71,6 @@ _PROTOCOLS = (
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a job's machines."""
-
     inside: Link
     between: Link
     gpus_per_host: int = 8
@@ -123,17 +119,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator."""
-
     name: str
-    memory: int
-    """Bytes that a program can have; data sheets count in powers of ten or two, nvidia-smi shows these."""
-    bandwidth: float
-    """Bytes per second of its memory, by the data sheet."""
-    flops: float
-    """Dense bf16 floating point operations per second, by the data sheet."""
-    link: str
-    """What usually joins several of them inside a host; names of lpr.planner.hardware."""
+    memory: int  # bytes that a program can have; data sheets count in powers of ten or two, nvidia-smi shows these
+    bandwidth: float  # bytes per second of its memory, by the data sheet
+    flops: float  # dense bf16 floating point operations per second, by the data sheet
+    link: str  # what usually joins several of them inside a host; names of lpr.planner.hardware
 
 
 GPUS = {
@@ -148,8 +138,7 @@ GPUS = {
         Gpu("a10", 22 * GIB, 600e9, 125e12, "pcie4"),
     )
 }
-DEFAULT_GPU = "a100-80gb"
-"""The machine of the lookahead decoding paper."""
+DEFAULT_GPU = "a100-80gb"  # the machine of the lookahead decoding paper
 
 
 def parse_size(text: str, flag: str) -> int:

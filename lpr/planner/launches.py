@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from lpr.planner.facts import ModelFacts
 
-COUNTED = ("llama", "mistral")
-"""Model types whose layers were counted."""
+COUNTED = ("llama", "mistral")  # model types whose layers were counted
 LAYER = 10
 """Norm, queries to values, rotation and cache writes, attention in two, output, norm, gate and up, SiLU, down."""
-ENDS = 2
-"""The last norm and the head; the embedding is part of the first layer's norm."""
-AROUND = {False: (7, 17), True: (24, 42)}
+ENDS = 2  # the last norm and the head; the embedding is part of the first layer's norm
+AROUND = {False: (8, 18), True: (27, 45)}
 """Inputs and greedy choice around the forward of one token, and of a tree; True: among parts of the vocabulary."""
 
 

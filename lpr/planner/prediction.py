@@ -29,16 +29,12 @@ class Drafted:
     """Measured yield of trees of one total node budget. The split over ranks cannot change it."""
 
     temperature: float
-    budget: int
-    """Drafted nodes per step on all ranks together."""
+    budget: int  # drafted nodes per step on all ranks together
     tokens_per_step: float
-    nodes: float
-    """Nodes of the whole tree, the root included."""
-    is_extrapolated: bool = False
-    """Beyond the largest measured budget: along the logarithm of the budget."""
+    nodes: float  # nodes of the whole tree, the root included
+    is_extrapolated: bool = False  # beyond the largest measured budget: along the logarithm of the budget
 
     def payload_bytes(self, lp: int) -> int:
-        """Bytes of a rank's payload in the step's all-gather."""
         decode = DecodeConfig(window_size=0, trie_nodes=self.budget - 1)
         return 4 * payload_words(decode.resolved(), 1, lp, decode.carries_trees(lp))
 
@@ -94,18 +90,13 @@ class Inputs:
     bandwidth_fraction: float = 0.683
     """Of the data sheet's memory bandwidth. Fitted to Llama-2-7B on one A100 (104.9 tokens/s): 82 % of the 1700 GB/s
     that a copy reached there."""
-    flops_fraction: float = 0.55
-    """Of the data sheet's arithmetic, for products as narrow as a tree. Assumed."""
+    flops_fraction: float = 0.55  # Of the data sheet's arithmetic, for products as narrow as a tree. Assumed.
     launch: float = 16.4e-6
     """Seconds per collective besides NCCL's own model. Fitted to Llama-2-7B on eight A100 (328.4 tokens/s)."""
-    collectives: float = 1.0
-    """Factor on the time of all collectives."""
-    host: float = 1.0
-    """Factor on the host's measured time per step."""
-    acceptance: float = 1.0
-    """Factor on tokens per step of every mesh."""
-    scaling: float = 1.0
-    """Exponent of the gain in tokens per step by further ranks: 1 as measured, 0 no gain."""
+    collectives: float = 1.0  # factor on the time of all collectives
+    host: float = 1.0  # factor on the host's measured time per step
+    acceptance: float = 1.0  # factor on tokens per step of every mesh
+    scaling: float = 1.0  # exponent of the gain in tokens per step by further ranks: 1 as measured, 0 no gain
 
 
 SPREAD: dict[str, tuple[float, float]] = {
@@ -135,12 +126,9 @@ generative AI II: gpt-fast", November 2023), 39 ms for 32 layers. Captured graph
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs and their links."""
-
     gpu: Gpu
     network: Network
-    is_eager: bool = False
-    """Kernels are launched one by one instead of as a captured graph."""
+    is_eager: bool = False  # kernels are launched one by one instead of as a captured graph
 
 
 class StepTime(NamedTuple):
@@ -153,7 +141,6 @@ class StepTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The step."""
         return sum(self)
 
 
@@ -172,11 +159,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Tokens per second on a mesh."""
-
     mesh: Mesh
-    drafted: Drafted | None
-    """The best tree by prediction; None: plain decoding."""
+    drafted: Drafted | None  # the best tree by prediction; None: plain decoding
     tokens_per_second: Estimate
     tokens_per_step: float
     step: StepTime
@@ -230,15 +214,14 @@ def spread(value: Callable[[Inputs], float], inputs: Inputs, temperature: float 
 
 @dataclass(frozen=True)
 class Setting:
-    """What meshes are compared for."""
+    """The workload for which meshes are compared."""
 
     facts: ModelFacts
     machine: Machine
     measured: Measured
     kv: int
     element_size: int
-    temperature: float | None
-    """None: plain decoding."""
+    temperature: float | None  # None: plain decoding
     batch: int = 1
 
     def rate(self, mesh: Mesh, drafted: Drafted | None, inputs: Inputs) -> float:

@@ -24,23 +24,18 @@ from lpr.sched.state_snapshots import Snapshots, border
 class Table:
     """The pages of one running request."""
 
-    root: Node
-    """Of the tenant's tree."""
+    root: Node  # of the tenant's tree
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     """The nodes of the leading pages, all full; the pages behind them are this request's alone."""
-    is_known: bool = False
-    """True if the cache has the pages as they are."""
-    room: range = range(0)
-    """Pages that are kept for it to grow into."""
+    is_known: bool = False  # True if the cache has the pages as they are
+    room: range = range(0)  # pages that are kept for it to grow into
 
     def __post_init__(self) -> None:
-        """Keep the root."""
         self.root.num_users += 1
 
     @property
     def last(self) -> Node:
-        """The last node, or the root."""
         return self.nodes[-1] if self.nodes else self.root
 
 
@@ -55,8 +50,7 @@ class RankPages(Generic[R]):
         `num_snapshots` is of a model with recurrent states (lpr.sched.state_snapshots), None for one without.
         """
         self.rank, self.num_slots, self.pool, self.retains = rank, num_slots, pool, retains
-        self.running: list[R] = []
-        """By slot, which is a request's place in the batch."""
+        self.running: list[R] = []  # by slot, which is a request's place in the batch
         self._tables: list[Table] = []
         self._num_snapshots = num_snapshots
         self._begin_snapshots()
@@ -78,7 +72,6 @@ class RankPages(Generic[R]):
             self._tables.append(Table(pool.root(request.tenant), list(pages)))
 
     def table(self, request: R) -> Table:
-        """The table of a running request."""
         return self._tables[request.slots[self.rank]]
 
     @property
@@ -94,7 +87,6 @@ class RankPages(Generic[R]):
         return changed
 
     def num_pages(self, num_tokens: int) -> int:
-        """Pages that so many tokens fill or begin."""
         return -(-num_tokens // self.pool.page_size)
 
     def held(self, request: R) -> int:
@@ -267,7 +259,6 @@ class RankPages(Generic[R]):
             pool.moves += [PageClear(page) for page in own]
 
     def forget(self) -> None:
-        """Keep no page that no running request holds."""
         self.pool.forget()
 
     def _match(self, request: R) -> tuple[list[Node], Node | None, int]:

@@ -2,7 +2,7 @@
 
 Each share, the requests of one key, has a clock: the steps that they have held slots for, over the share's weight. The
 waiting share with the least clock is admitted next. A request pays the mean of its share when it begins, and the rest
-when it ends. A share that has waited for nothing begins at the clock of the latest admission, so it saves nothing up.
+when it ends. A share without waiting requests begins at the clock of the latest admission: idle time earns no credit.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ from typing import Generic
 
 from lpr.sched.limits import R
 
-FIRST_STEPS = 16.0
-"""Steps that the first request of a share is expected to take."""
-NEW_WEIGHT = 0.25
-"""Weight of the latest request in the mean of its share."""
+FIRST_STEPS = 16.0  # steps that the first request of a share is expected to take
+NEW_WEIGHT = 0.25  # weight of the latest request in the mean of its share
 
 
 class Shares(Generic[R]):
     """The clocks of all shares. Replicated: they follow from counts that all ranks hold alike."""
 
     def __init__(self) -> None:
-        self._clocks: dict[str, tuple[float, float]] = {}
-        """By share: its clock, and the mean steps of its requests."""
-        self._now = 0.0
-        """Clock of the share that was admitted last, before it paid."""
+        self._clocks: dict[str, tuple[float, float]] = {}  # by share: its clock, and the mean steps of its requests
+        self._now = 0.0  # clock of the share that was admitted last, before it paid
 
     @property
     def state(self) -> tuple[float, dict[str, tuple[float, float]]]:
@@ -32,7 +28,6 @@ class Shares(Generic[R]):
         return self._now, dict(self._clocks)
 
     def resume(self, state: tuple[float, dict[str, tuple[float, float]]]) -> None:
-        """Take over another rank's clocks."""
         self._now, self._clocks = state[0], dict(state[1])
 
     def due(self, request: R, num_before: int) -> float:

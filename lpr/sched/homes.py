@@ -18,8 +18,7 @@ from typing import Protocol
 WORTH_JOINING, WORTH_STAYING = 1.03, 1.01
 """A spare rank joins a request that it speeds up by at least the first factor, and stays down to the second. The second
 also holds for a request that is about to begin, whose prompt it can fill while others do."""
-WORTH_LEAVING = 1.1
-"""It leaves a request for one that it would speed up by this factor more."""
+WORTH_LEAVING = 1.1  # it leaves a request for one that it would speed up by this factor more
 FILLS_PER_TOKEN = 32
 """A rank computes up to so many tokens of a request that it joins for each token that the request may still emit."""
 FIRST_YIELD, FIRST_STEPS = 0.35, 8.0
@@ -50,16 +49,12 @@ class Seen(Protocol):
 class Candidate:
     """What the choice of its home ranks needs of a request."""
 
-    serving: Sequence[int]
-    """Ranks that serve it now, ascending; none if it is about to be admitted."""
-    lacking: Callable[[int], int]
-    """Tokens that a rank would have to compute before it could serve it."""
-    num_left: int
-    """Most tokens that it may still emit."""
+    serving: Sequence[int]  # ranks that serve it now, ascending; none if it is about to be admitted
+    lacking: Callable[[int], int]  # tokens that a rank would have to compute before it could serve it
+    num_left: int  # most tokens that it may still emit
     speedup: Callable[[int], float] = lambda width: math.inf
     """Factor by which one more rank than `width` speeds it up."""
-    is_late: Callable[[int], bool] = lambda width: False
-    """True if it is slower than promised on `width` ranks."""
+    is_late: Callable[[int], bool] = lambda width: False  # True if it is slower than promised on `width` ranks
 
 
 def choose(requests: Sequence[Candidate], num_ranks: int, most: int) -> list[list[int]]:

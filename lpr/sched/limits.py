@@ -25,41 +25,27 @@ if TYPE_CHECKING:
 
 SHORTEST_FILL = 32
 """Tokens that a rank computes at least in a step of a request that it joins, or it would never catch up."""
-LONGEST_STILL_MS = 500.0
-"""Longest step with prompts while other requests decode: their texts stand still meanwhile."""
-SHORTEST_CHUNK = 512
-"""Tokens of prompts that a step may have although it takes longer: fewer cost more each."""
-DEARER = 0.05
-"""Part by which a token of a prompt may take longer in a step of fewer, for a sooner first token."""
-ANY_NUMBER = 1 << 30
-"""`home_ranks="auto"`: no limit on the home ranks of a request."""
+LONGEST_STILL_MS = 500.0  # longest step with prompts while other requests decode: their texts stand still meanwhile
+SHORTEST_CHUNK = 512  # tokens of prompts that a step may have although it takes longer: fewer cost more each
+DEARER = 0.05  # part by which a token of a prompt may take longer in a step of fewer, for a sooner first token
+ANY_NUMBER = 1 << 30  # `home_ranks="auto"`: no limit on the home ranks of a request
 
 
 class Schedulable(Protocol):
     """A request as it is scheduled."""
 
-    tokens: list[int]
-    """Prompt and output so far."""
+    tokens: list[int]  # prompt and output so far
     num_prompt: int
-    tenant: str
-    """K/V is shared among requests of one tenant only."""
-    share: str
-    """Requests of different shares get slots by weight (lpr.sched.fair_shares); "" without keys."""
-    weight: float
-    """Of its share."""
-    charged: float
-    """Steps that its share was charged when it got a slot; written by the queue."""
+    tenant: str  # K/V is shared among requests of one tenant only
+    share: str  # requests of different shares get slots by weight (lpr.sched.fair_shares); "" without keys
+    weight: float  # of its share
+    charged: float  # steps that its share was charged when it got a slot; written by the queue
     priority: int
-    arrived: float
-    """Its arrival in seconds; orders the queue (lpr.sched.queue)."""
-    arrived_ms: float
-    """When it came, on the clock of the targets; written by the scheduler."""
-    homes: list[int]
-    """The ranks that serve it, ascending; written by the scheduler."""
-    slots: list[int]
-    """Per rank: its place in the batch, -1 where it has none; written by the scheduler."""
-    admission: int
-    """Number of its admission; the last one admitted is preempted first. Written by the scheduler."""
+    arrived: float  # its arrival in seconds; orders the queue (lpr.sched.queue)
+    arrived_ms: float  # when it came, on the clock of the targets; written by the scheduler
+    homes: list[int]  # the ranks that serve it, ascending; written by the scheduler
+    slots: list[int]  # per rank: its place in the batch, -1 where it has none; written by the scheduler
+    admission: int  # Number of its admission; the last one admitted is preempted first. Written by the scheduler.
     num_preempted_tokens: int
     """Tokens whose K/V it had when it was preempted, until it runs again; written by the scheduler."""
     num_cached_tokens: int
@@ -88,14 +74,11 @@ R = TypeVar("R", bound=Schedulable)
 class Targets(Generic[R]):
     """The promised times, and the times that steps are expected to take, in milliseconds."""
 
-    times: Callable[[], StepTimes]
-    """The step times that all ranks decide by."""
-    nodes_per_rank: int
-    """Most nodes of a tree on each of its ranks."""
+    times: Callable[[], StepTimes]  # the step times that all ranks decide by
+    nodes_per_rank: int  # most nodes of a tree on each of its ranks
     first_token_ms: float = math.inf
     per_token_ms: float = math.inf
-    now: float = 0.0
-    """Expected milliseconds of all steps taken."""
+    now: float = 0.0  # expected milliseconds of all steps taken
 
     def pass_step(self, loads: Sequence[int], num_rows: int, longest: int) -> None:
         """Advance the clock by a step in which ranks evaluated `loads` tokens, of `num_rows` sequences at most."""
@@ -153,39 +136,30 @@ class Targets(Generic[R]):
 class Limits(Generic[R]):
     """How many requests run, on how many ranks, and how many tokens a step computes."""
 
-    num_slots: int
-    """Most requests that run at once on each rank."""
+    num_slots: int  # most requests that run at once on each rank
     num_ranks: int
-    prefill_chunk: int
-    """Most tokens that a rank spends in a step on pending chains longer than a tree."""
-    longest_chain: int
-    """A pending chain of up to so many tokens above the root is evaluated together with a tree."""
+    prefill_chunk: int  # most tokens that a rank spends in a step on pending chains longer than a tree
+    longest_chain: int  # a pending chain of up to so many tokens above the root is evaluated together with a tree
     packed: bool
     """True if unequal rows are evaluated without padding. Else a chunk is filled by itself, in turn with decoding."""
-    retains: bool = True
-    """True if requests share the pages of equal prefixes, also of finished ones."""
-    most_homes: int = 0
-    """Most home ranks of a request; 0: always all ranks."""
+    retains: bool = True  # True if requests share the pages of equal prefixes, also of finished ones
+    most_homes: int = 0  # most home ranks of a request; 0: always all ranks
     join_chunk: int | None = None
     """Most tokens that a rank spends in a step on a request that others decode; default: `prefill_chunk`."""
     calm_chunk: Callable[[], int] | None = None
     """Most tokens that a rank spends on long chains in a step in which other requests decode; None: `prefill_chunk`."""
     cheap_chunk: Callable[[], int] | None = None
-    """Tokens of prompts of which more in a step make none cheaper, so that prompts had better come one after the other;
+    """Prompt tokens of a step beyond which further ones cost as much each, so prompts are filled one after the other;
     None: unknown."""
     speedup: Callable[[R, int], float] | None = None
     """Factor by which one more rank than so many speeds a request up; None: any rank is worth it."""
     targets: Targets[R] | None = None
-    num_pages: int = 1 << 16
-    """Pages of each rank's KV cache."""
-    page_size: int = PAGE_SIZE
-    """Tokens of a page."""
-    num_host_pages: int = 0
-    """Pages of each rank in host memory; 0 if what is preempted is computed again."""
+    num_pages: int = 1 << 16  # pages of each rank's KV cache
+    page_size: int = PAGE_SIZE  # tokens of a page
+    num_host_pages: int = 0  # pages of each rank in host memory; 0 if what is preempted is computed again
     num_snapshots: int | None = None
     """Snapshots of recurrent states on each rank (lpr.sched.state_snapshots); None: the model has no such states."""
-    num_ahead: int = 0
-    """Rows behind its tokens that a decoding request needs for a step's tree."""
+    num_ahead: int = 0  # rows behind its tokens that a decoding request needs for a step's tree
 
     @property
     def is_elastic(self) -> bool:

@@ -16,8 +16,7 @@ from lpr.sched.page_moves import PageCopy, PageIn, PageMove, PageOut
 from lpr.sched.prefix_tree import MOST_COMPARED, NOWHERE, LeastRecent, Node
 from lpr.sched.state_snapshots import Snapshots
 
-FIRST_ROOTS = 64
-"""Tenants without a page that are remembered at least."""
+FIRST_ROOTS = 64  # tenants without a page that are remembered at least
 
 
 class PagePool:
@@ -26,10 +25,8 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
         """All of `num_pages` pages and of `num_host_pages` in host memory are free."""
         self.num_pages, self.page_size, self.num_host_pages = num_pages, page_size, num_host_pages
-        self.num_held = 0
-        """Pages that running requests hold."""
-        self._used = bytearray(num_pages)
-        """Per page: 0 if it is free. Bytes, as runs of them are found quickly."""
+        self.num_held = 0  # pages that running requests hold
+        self._used = bytearray(num_pages)  # Per page: 0 if it is free. Bytes, as runs of them are found quickly.
         self._num_free = num_pages
         self._kept = bytearray(num_pages)
         """Per page: 1 if it is kept for a table that may grow into it, as long as there are others."""
@@ -41,14 +38,11 @@ class PagePool:
         """Pages of host memory that were given back; beyond `_num_host_begun` none has been used."""
         self._num_host_begun = 0
         self._clock = 0
-        self.num_cached_tokens = 0
-        """Tokens in the tree, those in host memory included."""
-        self.num_out = self.num_in = 0
-        """Pages that have gone to host memory, and that have come back."""
+        self.num_cached_tokens = 0  # tokens in the tree, those in host memory included
+        self.num_out = self.num_in = 0  # pages that have gone to host memory, and that have come back
         self.snapshots: Snapshots | None = None
         """Of a model with recurrent states, whose pages are of use only as far as there is one."""
-        self.moves: list[PageMove] = []
-        """What is to be done before the next step."""
+        self.moves: list[PageMove] = []  # what is to be done before the next step
 
     @property
     def num_available(self) -> int:
@@ -62,12 +56,10 @@ class PagePool:
 
     @property
     def num_swapped_pages(self) -> int:
-        """Pages in host memory."""
         return self._num_host_begun - len(self._host_free)
 
     @property
     def roots(self) -> list[Node]:
-        """The roots of all tenants' trees."""
         return list(self._roots.values())
 
     def root(self, tenant: str) -> Node:
@@ -115,7 +107,6 @@ class PagePool:
         return page < self.num_pages and not self._used[page]
 
     def drop_room(self, room: range) -> None:
-        """Keep these pages no longer."""
         self._kept[room.start : room.stop] = bytes(len(room))
 
     def take(self, count: int, after: int | None = None) -> list[int]:
@@ -142,7 +133,6 @@ class PagePool:
         return taken
 
     def claim(self, pages: Sequence[int]) -> None:
-        """Take these pages, if they are free."""
         for page in pages:
             if not self._used[page]:
                 self._used[page] = 1
@@ -150,7 +140,6 @@ class PagePool:
                 self.num_held += 1
 
     def give_back(self, page: int) -> None:
-        """A page of one table is free."""
         self._free(page)
         self.num_held -= 1
 
@@ -230,7 +219,6 @@ class PagePool:
         self._note(parent)
 
     def forget(self) -> None:
-        """Forget all tokens of pages that no running request holds."""
         for known in (self._unused, self._last_in_host):
             while (node := known.pop()) is not None:
                 self.drop(node)

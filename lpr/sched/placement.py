@@ -21,10 +21,8 @@ from lpr.sched.page_moves import PageMove
 from lpr.sched.page_pool import PagePool
 from lpr.sched.prefix_tree import Node
 
-REVIEW_EVERY = 16
-"""Steps between two reviews of which ranks wide requests are worth."""
-PATIENCE = 2
-"""Steps after a request's end before its ranks go to others: the client's next request may be on its way."""
+REVIEW_EVERY = 16  # steps between two reviews of which ranks wide requests are worth
+PATIENCE = 2  # steps after a request's end before its ranks go to others: the client's next request may be on its way
 
 
 class Placement(Generic[R]):
@@ -33,15 +31,12 @@ class Placement(Generic[R]):
     def __init__(self, limits: Limits[R]) -> None:
         self.limits = limits
         self.running: list[R] = []
-        self.wanted: list[list[int]] = []
-        """The home ranks that each running request should have, ascending."""
-        self.digest = 0
-        """Of every change of a home, a slot or its content, since the ranks began to work together."""
+        self.wanted: list[list[int]] = []  # the home ranks that each running request should have, ascending
+        self.digest = 0  # of every change of a home, a slot or its content, since the ranks began to work together
         self._pages = self._empty()
         self._num_admitted = 0
         self._until_review = 0
-        self._is_final = True
-        """True if the home ranks of all requests are the wanted ones."""
+        self._is_final = True  # True if the home ranks of all requests are the wanted ones
 
     def _empty(self) -> list[RankPages[R]]:
         limits = self.limits
@@ -193,7 +188,6 @@ class Placement(Generic[R]):
         return lost
 
     def forget(self) -> None:
-        """Keep no page that no running request holds."""
         for pages in self._pages:
             pages.forget()
 

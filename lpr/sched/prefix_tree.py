@@ -8,8 +8,7 @@ from itertools import islice
 
 MOST_COMPARED = 64
 """Pages behind a common prefix, the latest ones, that are compared token by token with a new prompt."""
-NOWHERE = -1
-"""The page of a node that is in host memory only."""
+NOWHERE = -1  # the page of a node that is in host memory only
 
 
 @dataclass(eq=False)
@@ -19,17 +18,14 @@ class Node:
     Behind a node in host memory all nodes are there, too.
     """
 
-    page: int
-    """NOWHERE if it is in host memory."""
+    page: int  # NOWHERE if it is in host memory
     tokens: tuple[int, ...]
     parent: Node | None
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
-    num_users: int = 0
-    """Running requests that hold it. They hold its ancestors, too."""
+    num_users: int = 0  # Running requests that hold it. They hold its ancestors, too.
     last_used: int = 0
     host_page: int = NOWHERE
-    num_resident: int = 0
-    """Children that are not in host memory."""
+    num_resident: int = 0  # children that are not in host memory
 
     @property
     def is_resident(self) -> bool:

@@ -15,16 +15,13 @@ from typing import Generic
 from lpr.sched.fair_shares import Shares
 from lpr.sched.limits import R
 
-SECONDS_PER_PRIORITY = 10.0
-"""A request of priority p waits as one that arrived 10 p seconds later."""
+SECONDS_PER_PRIORITY = 10.0  # a request of priority p waits as one that arrived 10 p seconds later
 MOST_PRIORITY = 10
 """Priorities beyond this, either way, count as this. So none starves: no later request passes after 200 s."""
-MOST_OVERTAKEN = 64
-"""Later arrivals that may pass a request which misses its target for the first token anyway."""
+MOST_OVERTAKEN = 64  # later arrivals that may pass a request which misses its target for the first token anyway
 
 
-Entry = tuple[float, int, R]
-"""Place in the queue, number of the arrival, request."""
+Entry = tuple[float, int, R]  # place in the queue, number of the arrival, request
 
 
 class Waiting(Generic[R]):
@@ -33,8 +30,7 @@ class Waiting(Generic[R]):
     def __init__(self) -> None:
         self._entries: list[Entry[R]] = []
         self.shares: Shares[R] = Shares()
-        self.num_arrivals = 0
-        """Requests that were ever added."""
+        self.num_arrivals = 0  # requests that were ever added
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -43,11 +39,9 @@ class Waiting(Generic[R]):
         return iter(list(self._entries))
 
     def resume(self, entries: Sequence[Entry[R]], num_arrivals: int) -> None:
-        """Take over another rank's queue."""
         self._entries, self.num_arrivals = list(entries), num_arrivals
 
     def add(self, request: R) -> None:
-        """Queue a request."""
         self.num_arrivals += 1
         if all(other.share != request.share for _, _, other in self._entries):
             self.shares.enter(request)

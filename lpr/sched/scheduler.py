@@ -23,8 +23,7 @@ MANY = 8
 loses more than the others save: parts only save where several ranks fill in the same step (dev/LOG.md)."""
 
 
-Fill = tuple[R, list[int]]
-"""A request, and how many tokens of its pending chain each rank computes."""
+Fill = tuple[R, list[int]]  # a request, and how many tokens of its pending chain each rank computes
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,8 @@ class Schedule(Generic[R]):
 
     decoding: list[R]
     """They draft, evaluate and accept a tree; in the order of their slots where all ranks serve them."""
-    filling: list[Fill[R]]
-    """They compute K/V of their pending chains; some of them decode on other ranks."""
-    preempted: list[R] = field(default_factory=list)
-    """They gave their pages to others and wait again."""
+    filling: list[Fill[R]]  # they compute K/V of their pending chains; some of them decode on other ranks
+    preempted: list[R] = field(default_factory=list)  # they gave their pages to others and wait again
 
     @property
     def is_empty(self) -> bool:
@@ -48,14 +45,10 @@ class Schedule(Generic[R]):
 class CacheCounts:
     """Counts of tokens and requests since the ranks began."""
 
-    queries: int = 0
-    """Prompt tokens of admitted requests."""
-    hits: int = 0
-    """Those of them whose K/V was reused."""
-    preemptions: int = 0
-    """Times that a request gave its pages to others."""
-    recomputed: int = 0
-    """Tokens of preempted requests whose K/V was computed again."""
+    queries: int = 0  # prompt tokens of admitted requests
+    hits: int = 0  # those of them whose K/V was reused
+    preemptions: int = 0  # times that a request gave its pages to others
+    recomputed: int = 0  # tokens of preempted requests whose K/V was computed again
 
 
 class Scheduler(Generic[R]):
@@ -63,15 +56,13 @@ class Scheduler(Generic[R]):
 
     def __init__(self, limits: Limits[R]) -> None:
         self.limits = limits
-        self.waiting: Waiting[R] = Waiting()
-        """Requests without pages."""
+        self.waiting: Waiting[R] = Waiting()  # requests without pages
         self.placement = Placement(limits)
         self.counts = CacheCounts()
         self._filled_last = False
 
     @property
     def running(self) -> list[R]:
-        """Requests that hold pages."""
         return self.placement.running
 
     @property
@@ -81,7 +72,6 @@ class Scheduler(Generic[R]):
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits or runs."""
         return not self.waiting and not self.running
 
     @property
@@ -105,7 +95,6 @@ class Scheduler(Generic[R]):
         self.waiting.resume(waiting, num_arrivals)
 
     def add(self, request: R) -> None:
-        """Let a request wait."""
         targets = self.limits.targets
         request.arrived_ms = targets.now if targets is not None else 0.0
         self.waiting.add(request)
@@ -212,7 +201,7 @@ class Scheduler(Generic[R]):
         return Schedule(decoding, filling, preempted)
 
     def _turn(self, request: R) -> tuple[bool, int]:
-        """What requests are filled in the order of."""
+        """The sort key of requests whose prompts are to be filled."""
         targets = self.limits.targets
         return targets is not None and targets.is_lost(request, request.num_pending), request.admission
 
@@ -248,7 +237,6 @@ class Scheduler(Generic[R]):
         return [min(length, computed + most) for computed in request.num_computed_tokens]
 
     def end_step(self) -> None:
-        """Let requests share what the step has computed."""
         self.placement.register()
 
     def finish(self, request: R, keep: bool = True) -> None:

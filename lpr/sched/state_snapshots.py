@@ -12,8 +12,7 @@ from itertools import islice
 from lpr.sched.prefix_tree import Node
 
 SNAPSHOTS_PER_SLOT = 4
-MOST_COMPARED = 64
-"""Leaves behind a page, the latest ones, that are compared with a new prompt."""
+MOST_COMPARED = 64  # leaves behind a page, the latest ones, that are compared with a new prompt
 
 
 def border(num_prompt: int, page_size: int) -> int:
@@ -27,8 +26,7 @@ class Snapshots:
     def __init__(self, num_slots: int, count: int) -> None:
         """`count` places behind those of `num_slots` slots."""
         self._free = list(range(num_slots + count - 1, num_slots - 1, -1))
-        self._held: dict[int, Node] = {}
-        """By place; the least recently used one first."""
+        self._held: dict[int, Node] = {}  # by place; the least recently used one first
         self._places: dict[Node, int] = {}
 
     def place(self, node: Node) -> int:
@@ -51,7 +49,6 @@ class Snapshots:
         return place
 
     def drop(self, node: Node) -> None:
-        """Forget a node's snapshot, if it has one."""
         place = self._places.pop(node, None)
         if place is not None:
             del self._held[place]

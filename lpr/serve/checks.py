@@ -98,7 +98,6 @@ def render(packed: bytes) -> str:
 
 
 def compile_grammar(kind: str, text: str) -> str:
-    """See lpr.serve.text.grammar_tasks."""
     return str(_grammar_tasks().compile_grammar(kind, text))
 
 

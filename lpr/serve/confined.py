@@ -1,4 +1,4 @@
-"""What the processes of lpr.serve.sandboxed give up on Linux: privileges, the network, other processes."""
+"""Confinement of lpr.serve.sandboxed on Linux: no new privileges, no network, no access to other processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _REFUSED = {
     "mount": (165, 40), "keyctl": (250, 219), "userfaultfd": (323, 282),
 }  # fmt: skip
 """Numbers of system calls that no task needs, on x86_64 and aarch64."""
-_TGKILL = (234, 131)
-"""This one ends an aborted process itself: it is left for the process's own number."""
+_TGKILL = (234, 131)  # this one ends an aborted process itself: it is left for the process's own number
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000 | errno.EPERM
 

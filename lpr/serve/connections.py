@@ -9,7 +9,7 @@ import re
 import socket
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -17,22 +17,17 @@ from lpr.serve import limits
 from lpr.serve.errors import error_body
 
 if TYPE_CHECKING:
-    from lpr.serve.port import Port
-
     _Base = H11Protocol
 else:
     _Base = asyncio.BufferedProtocol
 
 _READ, _READ_LITTLE = 16 << 10, 1 << 10
 """Bytes that one connection may bring in one turn of the event loop: of a body, and of what may be small pieces."""
-GONE = "lpr.gone"
-"""Extension of a request's scope: a function that returns True if its client has gone."""
+GONE = "lpr.gone"  # extension of a request's scope: a function that returns True if its client has gone
 _END_OF_HEAD = re.compile(rb"[^\r\n]\r?\n\r?\n")
 
 
 class Waits(Enum):
-    """What a connection waits for."""
-
     HEAD = auto()
     IDLE = auto()
     BODY = auto()
@@ -51,6 +46,16 @@ SECONDS = {
 """How long a connection waits."""
 
 
+class Watching(Protocol):
+    """The part of lpr.serve.port.Port that connections know."""
+
+    @property
+    def may_linger(self) -> bool: ...
+    def wait(self, connection: Connection, waits: Waits) -> None: ...
+    def work(self, connection: Connection) -> None: ...
+    def lost(self, connection: Connection) -> None: ...
+
+
 class Connection(_Base):
     """One connection; a class of uvicorn follows it in the order of bases.
 
@@ -59,18 +64,15 @@ class Connection(_Base):
 
     _buffer = bytearray(_READ)  # of all connections: its bytes are copied before the next one reads
 
-    def __init__(self, *args: Any, port: Port, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, port: Watching, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._port = port
-        self._head = bytearray()
-        """The incomplete head, and what came with its end."""
+        self._head = bytearray()  # the incomplete head, and what came with its end
         self._head_size = 0
         self._besides = 0
         """Bytes since the head that were no body: a next request, or what surrounds the pieces of a body."""
-        self._body = self._framing = 0
-        """Bytes of the body so far, and of what surrounds its pieces."""
-        self._is_ahead = False
-        """True if the client has sent too many requests ahead of their answers."""
+        self._body = self._framing = 0  # bytes of the body so far, and of what surrounds its pieces
+        self._is_ahead = False  # True if the client has sent too many requests ahead of their answers
         self.socket: socket.socket | None = None
         self._waits: Waits | None = Waits.HEAD
 
@@ -80,15 +82,12 @@ class Connection(_Base):
         return memoryview(self._buffer)[: _READ_LITTLE if is_little else _READ]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """`nbytes` were read."""
         self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin."""
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
         self._port.lost(self)
         super().connection_lost(exc)
 
@@ -142,12 +141,10 @@ class Connection(_Base):
         self.note()
 
     def pause_writing(self) -> None:
-        """The client takes less than it is sent."""
         super().pause_writing()
         self.note()
 
     def resume_writing(self) -> None:
-        """The client has taken what it was sent."""
         super().resume_writing()
         self.note()
 
@@ -243,8 +240,7 @@ class H11Connection(Connection, H11Protocol):
     """A connection whose requests h11 reads."""
 
 
-KINDS: dict[str, type[Connection]] = {"h11": H11Connection}
-"""Classes of connections by the name of their parser."""
+KINDS: dict[str, type[Connection]] = {"h11": H11Connection}  # classes of connections by the name of their parser
 with contextlib.suppress(ImportError):
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 

@@ -53,14 +53,11 @@ ANTHROPIC_KINDS = {
     504: "timeout_error",
 }
 """The same in Anthropic's API."""
-RETRY_AFTER = 5
-"""Seconds after which a client may try a 503 again, where nothing better is known."""
+RETRY_AFTER = 5  # seconds after which a client may try a 503 again, where nothing better is known
 LONGEST_MESSAGE, LONGEST_NAME = 1000, 200
 """Characters of an error's message and of a field's name: a client may have sent megabytes of them."""
-TAG = "one-"
-"""Begins the tags of unions, which have no place in a field's name: a minus is in none."""
-_NAMED = re.compile(r"([a-z][a-z0-9_.]*): ")
-"""How the message of an error about a whole body names a field."""
+TAG = "one-"  # begins the tags of unions, which have no place in a field's name: a minus is in none
+_NAMED = re.compile(r"([a-z][a-z0-9_.]*): ")  # how the message of an error about a whole body names a field
 _TYPE_NAMES = ("str", "int", "float", "bool", "none")
 
 
@@ -75,8 +72,7 @@ class ApiError(Exception):
         self.param = param
         self.status = STATUS.get(code, 400)
         self.retry_after = RETRY_AFTER if retry_after is None and self.status == 503 else retry_after
-        self.shown_code = SHOWN.get(code, code.value)
-        """`code` in the body."""
+        self.shown_code = SHOWN.get(code, code.value)  # `code` in the body
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same error of a body that has other `names` for some fields."""
@@ -87,11 +83,9 @@ class ApiError(Exception):
         return self
 
     def body(self) -> dict[str, Any]:
-        """The error as JSON values."""
         return error_body(self.status, self.message, self.param, self.shown_code)
 
     def response(self, path: str = "") -> JSONResponse:
-        """The error as an answer of an endpoint."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -101,7 +95,6 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an error as JSON values."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     name = None if param is None else _clean(param, LONGEST_NAME)
     return {"error": {"message": _clean(message, LONGEST_MESSAGE), "type": kind, "param": name, "code": code}}
@@ -120,7 +113,6 @@ def _clean(text: str, most: int) -> str:
 
 
 def bad(param: str, message: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> ApiError:
-    """An error of one field."""
     return ApiError(code, message, param)
 
 
@@ -146,7 +138,7 @@ def from_validation(first: Mapping[str, Any]) -> ApiError:
 
 
 def _message(first: Mapping[str, Any]) -> str:
-    """What is wrong, in the words of JSON where pydantic has those of Python."""
+    """The message of an error, in the terms of JSON where pydantic uses those of Python."""
     context = first.get("ctx", {})
     match first["type"]:
         case "union_tag_invalid":

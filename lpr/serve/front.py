@@ -39,13 +39,10 @@ if TYPE_CHECKING:
 
 MOST_KEYS = 64
 """Keys whose drafts are read from other replicas at the start. Those of further keys are read at first use."""
-BACKLOG = 256
-"""Connections that wait to be accepted: behind more of them, a probe of /livez would wait too long."""
+BACKLOG = 256  # connections that wait to be accepted: behind more of them, a probe of /livez would wait too long
 
 
 class Front:
-    """One running service."""
-
     def __init__(
         self,
         args: ServeArgs,
@@ -153,7 +150,6 @@ class Front:
             self._load()
 
     def _load(self) -> None:
-        """Serve the model of which the ranks have told."""
         if self._routes is not None and self.service.mesh.facts is not None:
             try:
                 if self._routes.load(self.service.mesh.facts):

@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 from starlette.types import Receive
 
-from lpr.protocol import Chunk, ErrorCode, RequestId, TokenLogprobs, Usage
+from lpr.protocol import Chunk, ErrorCode, RequestId, Submit, TokenLogprobs, Usage
 from lpr.serve.errors import ApiError
 from lpr.serve.inbox import Inbox
-from lpr.serve.jobs import Job, Terms, Wanted
+from lpr.serve.jobs import Job
 from lpr.serve.service import Service
 
 
@@ -32,7 +32,7 @@ the text ends there.
 
 @dataclass
 class Choice:
-    """One text so far."""
+    """One text of a request, as far as it has come."""
 
     index: int
     job: Job
@@ -43,17 +43,15 @@ class Choice:
     sources: list[str] = field(default_factory=list)
     num_steps: int = 0
     finish_reason: str | None = None
-    is_complete: bool = False
-    """True once a limit has ended the text. Then only the usage is still to come."""
-    stop_reason: int | str | None = None
-    """The stop string, or the id of `stop_token_ids`, that ended it."""
+    is_complete: bool = False  # True once a limit has ended the text. Then only the usage is still to come.
+    stop_reason: int | str | None = None  # the stop string, or the id of `stop_token_ids`, that ended it
     error: ApiError | None = None
     usage: Usage | None = None
 
 
 @dataclass(frozen=True)
 class Event:
-    """What one step added to one choice; `text` is the part that may be shown."""
+    """The result of one step for one choice; `text` is the part that may be shown."""
 
     choice: Choice
     text: str
@@ -80,21 +78,22 @@ class Generation:
     def __init__(
         self,
         service: Service,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[Submit],
         receive: Receive,
-        *,
         timeout: float,
-        terms: Terms,
+        key: str = "",
         limits: Callable[[], TextLimit] | None = None,
-        scored: Sequence[Wanted] = (),
+        scored: Sequence[Submit] = (),
     ) -> None:
-        """Accept the texts, or raise ApiError. `receive` reports the client's end, `timeout` is in seconds.
+        """Accept the texts of a client's `key`, or raise ApiError.
+
+        `receive` reports the client's end, `timeout` is in seconds.
 
         `scored` are known texts, whose log-probabilities are computed before any of `wanted` begins. All take their
         room in the queue now, so that what is accepted is also finished.
         """
-        num_tokens = sum(len(each.prompt_ids) + len(each.delivered) for each in (*scored, *wanted))
-        service.check_room(len(scored) + len(wanted), num_tokens, terms.key)
+        num_tokens = sum(len(each.token_ids) for each in (*scored, *wanted))
+        service.check_room(len(scored) + len(wanted), num_tokens, key)
         self._service = service
         self._receive = receive
         self._timeout = timeout
@@ -102,20 +101,19 @@ class Generation:
         self._inbox = Inbox()
         self.scored: list[Choice] = []
         for index, each in enumerate(scored):
-            job = service.open(each, replace(terms, details=False), self._inbox, True)
+            job = service.open(each, self._inbox, True)
             self.scored.append(Choice(index, job))
         self.choices: list[Choice] = []
         for index, each in enumerate(wanted):
-            job = service.open(each, terms, self._inbox, not scored)
+            job = service.open(each, self._inbox, not scored)
             self.choices.append(Choice(index, job, limits() if limits is not None else None))
         self._all = [*self.scored, *self.choices]
         self._by_id: dict[RequestId, Choice] = {choice.job.id: choice for choice in self._all}
         self._gone: asyncio.Task[None] | None = None
-        self.keeps_logprobs = True
-        """False for a stream, which shows each step's and needs them no more."""
+        self.keeps_logprobs = True  # False for a stream, which shows each step's and needs them no more
 
     async def __aenter__(self) -> Generation:
-        self._gone = asyncio.create_task(_disconnect(self._receive))
+        self._gone = asyncio.create_task(disconnected(self._receive))
         self._gone.add_done_callback(lambda _: self._inbox.wake())
         return self
 
@@ -128,12 +126,10 @@ class Generation:
                 await self._gone
 
     def cancel(self) -> None:
-        """Drop unfinished texts."""
         for choice in self._all:
             self._service.cancel(choice.job)
 
     def stop(self) -> None:
-        """End unfinished texts as aborted."""
         for choice in self._all:
             if choice.finish_reason is None:
                 self._service.cancel(choice.job)
@@ -229,6 +225,7 @@ class Generation:
         return None
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Return once the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

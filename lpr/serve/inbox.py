@@ -1,4 +1,4 @@
-"""What a waiting task is woken by, without tasks or timers per token.
+"""Wakes a waiting task without tasks or timers per token.
 
 Every token of every stream passes here, on a core that may also compute. asyncio.Queue with asyncio.wait would take two
 tasks and three more turns of the event loop for each.
@@ -18,8 +18,7 @@ class Alarm:
 
     def __init__(self, ring: Callable[[], None]) -> None:
         """Call `ring` each time that `at` has passed."""
-        self.at: float | None = None
-        """By the clock of the event loop; None: never."""
+        self.at: float | None = None  # by the clock of the event loop; None: never
         self._ring = ring
         self._timer: asyncio.TimerHandle | None = None
 
@@ -32,7 +31,6 @@ class Alarm:
             self._timer = loop.call_at(self.at, self._look)
 
     def close(self) -> None:
-        """Let go of the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -52,19 +50,15 @@ class Inbox:
     """The chunks of one HTTP request's texts, for one task that takes them."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._chunks: deque[Chunk] = deque()
-        self.size = 0
-        """Bytes of these, about."""
+        self.size = 0  # bytes of these, about
         self._waiting: asyncio.Future[None] | None = None
         self._alarm = Alarm(self.wake)
 
     def __len__(self) -> int:
-        """The number of chunks that can be taken."""
         return len(self._chunks)
 
     def put(self, chunk: Chunk) -> None:
-        """Add a chunk, and wake the task."""
         self._chunks.append(chunk)
         self.size += _size(chunk)
         self.wake()
@@ -76,12 +70,10 @@ class Inbox:
         return chunk
 
     def clear(self) -> None:
-        """Drop all chunks."""
         self._chunks.clear()
         self.size = 0
 
     def wake(self) -> None:
-        """Let `wait` return."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
@@ -97,7 +89,6 @@ class Inbox:
             self._waiting = self._alarm.at = None
 
     def close(self) -> None:
-        """Let go of the timer."""
         self._alarm.close()
 
 

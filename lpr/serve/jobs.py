@@ -13,36 +13,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lpr.config import SamplingParams
+from lpr.protocol import Submit
 from lpr.serve.inbox import Inbox
 
-SUSPECT_DEATHS = 2
-"""Deaths of all ranks in a row, without a token in between, that make a request a suspect."""
+SUSPECT_DEATHS = 2  # deaths of all ranks in a row, without a token in between, that make a request a suspect
 LONE_DEATHS = 2
 """Deaths in a row, without a token in between, while the ranks worked on one request alone, that convict it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """One text that a request asks for."""
-
-    prompt_ids: list[int]
-    params: SamplingParams
-    delivered: Sequence[int] = ()
-    """Output ids that another service has delivered: the text goes on after them."""
-    prediction: Sequence[int] = ()
-    """Ids that the output is likely to repeat in large part."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """How the texts of a request are treated. The same for all of them."""
-
-    key: str = ""
-    """Name of the client's API key: its share of the slots and of the queue. "" without keys."""
-    tenant: str = ""
-    priority: int = 0
-    details: bool = False
 
 
 @dataclass(eq=False)
@@ -50,44 +26,35 @@ class Job:
     """One prompt on its way to one text. Times are those of time.monotonic."""
 
     id: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    terms: Terms
+    submit: Submit  # what the driver gets, then with the output so far
     inbox: Inbox
     arrived: float = field(default_factory=time.monotonic)
     was_given: bool = False
     """True once a driver got it. The ranks may hold it since then, also after that driver was lost."""
-    begun: float | None = None
-    """When it got a slot for the first time."""
-    first: float | None = None
-    """When its first token came."""
+    begun: float | None = None  # when it got a slot for the first time
+    first: float | None = None  # when its first token came
     latest: float | None = None
     ended: float | None = None
     token_ids: list[int] = field(default_factory=list)
     """Delivered so far. With the prompt, all that restarted ranks need to continue."""
-    num_delivered: int = 0
-    """How many of these another service has delivered."""
+    num_delivered: int = 0  # how many of these another service has delivered
     num_characters: int | None = 0
     """Characters of text delivered so far. None until the driver says how many those of another service were."""
-    deaths: int = 0
-    """How often in a row all ranks died while they worked on this, without a token in between."""
-    prediction: Sequence[int] = ()
+    deaths: int = 0  # how often in a row all ranks died while they worked on this, without a token in between
     predicted: tuple[int, int] = (0, 0)
     """Tokens drafted from the prediction, and those of them in the output (lpr.protocol.Submit)."""
-    lone_deaths: int = 0
-    """How often in a row they worked on nothing else then."""
-    is_complete: bool = False
-    """True once it has all the text that is wanted. Then only the usage is still to come."""
+    lone_deaths: int = 0  # how often in a row they worked on nothing else then
+    is_complete: bool = False  # True once it has all the text that is wanted. Then only the usage is still to come.
 
     @property
     def num_to_fill(self) -> int:
         """Tokens that are computed before its next one."""
-        return len(self.prompt_ids) + len(self.token_ids)
+        return self.submit.num_prompt + len(self.token_ids)
 
     @property
     def is_scoring(self) -> bool:
         """True if the output is known and only its log-probabilities are asked for."""
-        return bool(self.params.forced_ids)
+        return bool(self.submit.params.forced_ids)
 
 
 class Jobs:
@@ -95,10 +62,8 @@ class Jobs:
 
     def __init__(self) -> None:
         self._open: dict[int, Job] = {}
-        self.held: dict[int, Job] = {}
-        """Jobs that are ready and not given, in the order in which they are given."""
-        self._given: dict[int, Job] = {}
-        """Jobs that the driver has, in the order in which it got them."""
+        self.held: dict[int, Job] = {}  # jobs that are ready and not given, in the order in which they are given
+        self._given: dict[int, Job] = {}  # jobs that the driver has, in the order in which it got them
 
     def __len__(self) -> int:
         return len(self._open)
@@ -111,11 +76,9 @@ class Jobs:
         return job.id in self._open
 
     def get(self, id: int) -> Job | None:
-        """The open job with this id."""
         return self._open.get(id)
 
     def is_given(self, job: Job) -> bool:
-        """True if the driver has this one."""
         return job.id in self._given
 
     def add(self, job: Job, ready: bool = True) -> None:
@@ -125,7 +88,6 @@ class Jobs:
             self.release(job)
 
     def release(self, job: Job) -> None:
-        """A job that was not ready is ready."""
         self.held[job.id] = job
 
     def give(self) -> Job | None:
@@ -149,7 +111,6 @@ class Jobs:
         self.held, self._given = {job.id: job for job in jobs}, {}
 
     def remove(self, job: Job) -> None:
-        """Remove a job that has ended."""
         for jobs in (self._open, self._given, self.held):
             jobs.pop(job.id, None)
 

@@ -20,20 +20,14 @@ from lpr.serve.options import ServeArgs
 from lpr.serve.ranks import KEYS, LAUNCHER, ORIGIN, SOCKET, conceal, split_flags
 from lpr.serve.service import Service
 
-LOOK_EVERY = 0.5
-"""Seconds between two looks at the ranks."""
+LOOK_EVERY = 0.5  # seconds between two looks at the ranks
 SILENT_SECONDS = 2 * STALE_PULSE
 """Time without a pulse of a ready driver. Several ranks detect each other's loss, and get three times as long."""
-LEAVE_SECONDS = 30.0
-"""Time for a single rank to end after it has hung up."""
-STEADY_SECONDS = 30.0
-"""Ranks that stay up so long count as started well."""
-LONGEST_BACKOFF = 30.0
-"""Most seconds before ranks that did not start well are started again."""
-LAST_WORDS = 0.2
-"""Seconds for the driver's last messages to arrive."""
-STOP_SECONDS = 10.0
-"""Time for the ranks to end by themselves."""
+LEAVE_SECONDS = 30.0  # time for a single rank to end after it has hung up
+STEADY_SECONDS = 30.0  # ranks that stay up so long count as started well
+LONGEST_BACKOFF = 30.0  # most seconds before ranks that did not start well are started again
+LAST_WORDS = 0.2  # seconds for the driver's last messages to arrive
+STOP_SECONDS = 10.0  # time for the ranks to end by themselves
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads of a rank wait asleep, unless the environment says otherwise: the front and its clients use the same cores,
 and a step of two spinning threads takes ten times as long where one of them has lost its core (dev/LOG.md)."""
@@ -100,8 +94,7 @@ class Keeper:
         self._args = args
         self._is_alone = args.num_ranks == 1
         self._ranks: Ranks | None = None
-        self.begun = asyncio.Event()
-        """Set once the first ranks have been started."""
+        self.begun = asyncio.Event()  # set once the first ranks have been started
 
     async def run(self) -> tuple[int, str]:
         """Keep ranks until they cannot be started again; returns the exit code and the reason."""

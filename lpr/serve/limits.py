@@ -1,4 +1,4 @@
-"""What a client can make large, and how large: the one table of the service's limits.
+"""The one table of the service's limits on what clients send.
 
 Other modules take their numbers from here. docs/security.md shows the table, and tests/serve/test_limits.py has a test
 for each entry.
@@ -14,14 +14,10 @@ from lpr.sched.queue import MOST_PRIORITY
 class Limit(NamedTuple):
     """One limit. Beyond it the client gets `answer`, and nothing has been computed for it."""
 
-    what: str
-    """What is counted, with its unit."""
-    most: int
-    """The largest value that is accepted."""
-    answer: str
-    """HTTP status beyond it, or what happens instead."""
-    flag: str = ""
-    """Flag of lpr.serve that sets another value; `most` is its default."""
+    what: str  # what is counted, with its unit
+    most: int  # the largest value that is accepted
+    answer: str  # HTTP status beyond it, or what happens instead
+    flag: str = ""  # flag of lpr.serve that sets another value; `most` is its default
 
 
 CONNECTIONS = Limit("connections of a port", 2048, "503", "--max-connections")
@@ -80,5 +76,4 @@ PRIORITY = Limit("`priority`, either way", MOST_PRIORITY, "clamped")
 
 
 def table() -> dict[str, Limit]:
-    """All limits by their names here."""
     return {name: value for name, value in globals().items() if isinstance(value, Limit)}

@@ -10,13 +10,10 @@ from pathlib import Path
 from lpr.protocol import ProtocolError
 from lpr.serve.messages import PROTOCOL, FrameReader, Hello, ToDriver, ToFront, frame, is_ours
 
-_FAREWELL = 1.0
-"""Seconds for what was sent last to leave."""
+_FAREWELL = 1.0  # seconds for what was sent last to leave
 
 
 class Link:
-    """Messages to and from the driver."""
-
     def __init__(self, receive: Callable[[ToFront], None], lost: Callable[[], None]) -> None:
         """`receive` is called with every message, Hello included, and `lost` when a driver's connection ends."""
         self._receive = receive
@@ -83,11 +80,9 @@ class Link:
         self._receive(message)
 
     def opened(self, connection: _Connection) -> None:
-        """Note a connection."""
         self._open.add(connection)
 
     def ended(self, connection: _Connection) -> None:
-        """Note the end of a connection."""
         if self._driver is connection:
             self.hang_up()
         self._open.discard(connection)
@@ -103,8 +98,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, link: Link) -> None:
         self._link = link
         self._frames = FrameReader(ToFront)
-        self.greeted = False
-        """True once its Hello was taken."""
+        self.greeted = False  # True once its Hello was taken
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

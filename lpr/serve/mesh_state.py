@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from lpr.serve.messages import Facts, Load, Loading
 
-STALE_PULSE = 5.0
-"""Seconds without a pulse (sent every second) after which the driver counts as stopped."""
+STALE_PULSE = 5.0  # seconds without a pulse (sent every second) after which the driver counts as stopped
 
 
 class MeshState:
@@ -22,29 +21,20 @@ class MeshState:
         """
         self.facts: Facts | None = None
         """What is served, also while the ranks are away. None until they were ready once."""
-        self.ready = asyncio.Event()
-        """Set while a driver takes requests."""
-        self.outage = ""
-        """Why no driver does, after one did."""
+        self.ready = asyncio.Event()  # set while a driver takes requests
+        self.outage = ""  # why no driver does, after one did
         self.loading: Loading | None = None
-        self.refused: str | None = None
-        """Why the ranks could not start the last time."""
+        self.refused: str | None = None  # why the ranks could not start the last time
         self.load = Load()
-        self.pid: int | None = None
-        """The driver's process."""
-        self.num_wanted = 0
-        """Ranks of the whole mesh; 0 until they were ready once."""
-        self.num_slots = 0
-        """Requests that the present ranks can run at once."""
-        self.heard = time.monotonic()
-        """When the driver last sent anything."""
-        self.welcomed: float | None = None
-        """When a driver last began to take requests."""
+        self.pid: int | None = None  # the driver's process
+        self.num_wanted = 0  # ranks of the whole mesh; 0 until they were ready once
+        self.num_slots = 0  # requests that the present ranks can run at once
+        self.heard = time.monotonic()  # when the driver last sent anything
+        self.welcomed: float | None = None  # when a driver last began to take requests
         self._step_seconds = step_seconds
         self._tell = tell
         self._present = 0
-        self._is_other = False
-        """True if the ranks came back with another model than before."""
+        self._is_other = False  # True if the ranks came back with another model than before
         self._restarted = False
         """True if the next driver is a new start. Otherwise it takes over from the one before."""
 
@@ -60,12 +50,10 @@ class MeshState:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas at the last gather."""
         return self.num_ranks // self.facts.tp if self.facts is not None else 0
 
     @property
     def progress(self) -> str:
-        """The stage of start-up, in words."""
         if self.loading is None:
             return "the ranks are starting"
         return f"{self.loading.stage} ({self.loading.done} of {self.loading.total})"
@@ -112,7 +100,6 @@ class MeshState:
         return True
 
     def take(self, load: Load) -> None:
-        """Note the state of the engine."""
         if load.epoch > self.load.epoch:
             self._tell("reform", load.epoch - self.load.epoch)
         self.load = load
@@ -122,7 +109,6 @@ class MeshState:
                 self._note_ranks(load.num_ranks)
 
     def lost(self) -> None:
-        """The driver is gone."""
         if self.up:
             self.outage = "the driver was lost; another rank takes over, or all begin again"
         self.ready.clear()
@@ -130,7 +116,6 @@ class MeshState:
         self.loading = None
 
     def died(self) -> None:
-        """All ranks are gone."""
         if self.facts is not None:
             self.outage = "all ranks were lost and are started again"
         self._restarted = True

@@ -20,10 +20,8 @@ import msgspec
 from lpr.fleet.counts import DraftCounts
 from lpr.protocol import Abort, Chunk, ProtocolError, Stop, Submit
 
-PROTOCOL = 9
-"""Version of these messages. A driver of another version is refused."""
-MAX_MESSAGE = 1 << 30
-"""Longest message in bytes. A greater length is noise."""
+PROTOCOL = 9  # Version of these messages. A driver of another version is refused.
+MAX_MESSAGE = 1 << 30  # Longest message in bytes. A greater length is noise.
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -64,7 +62,7 @@ class Loading(Message, frozen=True):
 
 
 class Facts(Message, frozen=True, kw_only=True):
-    """Driver to front: the ranks are ready, and what they serve."""
+    """Driver to front: the ranks are ready; describes what they serve."""
 
     model: str  # folder or hub id
     vocab_size: int
@@ -79,8 +77,7 @@ class Facts(Message, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     tokenizer: str  # JSON of the fast tokenizer that the driver uses
     special_tokens: dict[str, str] = {}  # bos_token, eos_token and so on, for chat templates
-    chat_templates: dict[str, str] = {}
-    """Jinja source by name; "default" is the one without a name."""
+    chat_templates: dict[str, str] = {}  # Jinja source by name; "default" is the one without a name
     generation: dict[str, int | float] = {}
     """Numbers of the model's generation_config.json, such as temperature and top_p."""
 
@@ -105,7 +102,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stepped(Message, frozen=True):
-    """Driver to front: what one step added to all requests."""
+    """Driver to front: the result of one step for all requests."""
 
     chunks: list[Chunk]
     load: Load
@@ -138,7 +135,7 @@ def is_ours(connected: socket.socket) -> bool:
     return found == 0 and users[0].value == os.geteuid()
 
 
-def frame(message: ToDriver | ToFront) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """A message as bytes, preceded by its length."""
     body = msgspec.msgpack.encode(message)
     return struct.pack(">I", len(body)) + body

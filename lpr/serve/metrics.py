@@ -25,8 +25,6 @@ _PER_STEP = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 class Metrics:
-    """The registry of one service."""
-
     def __init__(self, service: Service, model: str) -> None:
         self.registry = CollectorRegistry()
         self._service = service
@@ -111,7 +109,6 @@ class Metrics:
         missing.set_function(lambda: max(0, service.mesh.num_wanted - service.mesh.num_ranks))
 
     def watch(self, port: Port) -> None:
-        """Show the connections of the main port."""
         text = "Connections that are being answered, and that wait for their client."
         gauge = Gauge("lpr:connections", text, [*self._names, "state"], registry=self.registry)
         gauge.labels(**self._names, state="answered").set_function(lambda: port.num_answered)
@@ -127,7 +124,6 @@ class Metrics:
         self._of(self.http_requests, path=path, status=str(status)).inc()
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
         return generate_latest(self.registry)
 
     # Scoring a prompt is part of a request whose text is another job, and its tokens are no output: only its steps
@@ -135,7 +131,7 @@ class Metrics:
 
     def _opened(self, job: Job) -> None:
         if not job.is_scoring:
-            self.max_tokens.observe(job.params.max_new_tokens)
+            self.max_tokens.observe(job.submit.params.max_new_tokens)
 
     def _chunk(self, job: Job, chunk: Chunk) -> None:
         if job.is_scoring:
@@ -145,7 +141,7 @@ class Metrics:
         self.output_tokens.inc(len(chunk.token_ids))
         if job.first is None:
             self.first_token.observe(now - job.arrived)
-            self.prompt_tokens.inc(len(job.prompt_ids))
+            self.prompt_tokens.inc(job.submit.num_prompt)
         elif job.latest is not None:
             # The tokens of a step arrive together. Each counts with its share of the time since the last step.
             for _ in chunk.token_ids:
@@ -164,14 +160,14 @@ class Metrics:
         self.prefill.observe(job.first - job.begun)
         self.decode.observe(job.latest - job.first)
         self.inference.observe(job.ended - job.begun)
-        self.prompt_length.observe(len(job.prompt_ids))
+        self.prompt_length.observe(job.submit.num_prompt)
         num_tokens = len(job.token_ids) - job.num_delivered
         self.output_length.observe(num_tokens)
         if num_tokens > 1:
             self.per_token.observe((job.latest - job.first) / (num_tokens - 1))
 
     def _used(self, job: Job, usage: Usage) -> None:
-        self.prefix_queries.inc(len(job.prompt_ids))
+        self.prefix_queries.inc(job.submit.num_prompt)
         self.prefix_hits.inc(usage.num_cached)
         self.steps.inc(usage.num_steps)
         self.fill_steps.inc(usage.num_fill_steps)
@@ -199,7 +195,6 @@ class _FleetCollector(Collector):
         self._names = names
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as they are now."""
         load = self._service.mesh.load
         text = "Pages of the KV cache that no running request holds."
         yield self._gauge("lpr:cached_pages", text, {(): load.num_cached_pages})

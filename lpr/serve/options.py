@@ -20,8 +20,7 @@ from lpr.serve import limits
 from lpr.serve.text.calls import NAMES
 from lpr.serve.text.defaults import read_defaults, read_override
 
-LONGEST_INTERVAL = 10_000.0
-"""Milliseconds between the events of a stream at most."""
+LONGEST_INTERVAL = 10_000.0  # Milliseconds between the events of a stream at most
 
 
 @dataclass(frozen=True, kw_only=True)

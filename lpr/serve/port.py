@@ -24,16 +24,12 @@ from lpr.serve.errors import RETRY_AFTER
 
 RESERVED_FILES = 128
 """File descriptors for the link to the ranks, child processes, files, refused connections and --metrics-port."""
-FEWEST = 8
-"""Connections that are accepted even if files are scarce."""
-_ACCEPTS = 16
-"""Connections that are accepted in one turn of the event loop."""
-_MOST_REFUSED = 16
-"""Refused connections that stay open until their client has read why."""
+FEWEST = 8  # connections that are accepted even if files are scarce
+_ACCEPTS = 16  # connections that are accepted in one turn of the event loop
+_MOST_REFUSED = 16  # refused connections that stay open until their client has read why
 MOST_LINGERING = 32
 """Connections that stay open after an early answer. Reading what so many clients still send costs time."""
-SWEEP_SECONDS = 0.5
-"""How often connections that have waited too long are ended."""
+SWEEP_SECONDS = 0.5  # how often connections that have waited too long are ended
 
 
 class Port:
@@ -57,7 +53,6 @@ class Port:
 
     @property
     def num_waiting(self) -> int:
-        """Connections that wait for their client."""
         return len(self._waiting)
 
     @property
@@ -67,7 +62,6 @@ class Port:
 
     @property
     def num_answered(self) -> int:
-        """Connections that are being answered."""
         return len(self._open) - len(self._waiting)
 
     def open(self, make: Callable[[], Connection]) -> None:
@@ -93,7 +87,6 @@ class Port:
     # Called by connections.
 
     def wait(self, connection: Connection, waits: Waits) -> None:
-        """The connection waits for its client from now on."""
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = self._loop.time() + SECONDS[waits]
@@ -101,11 +94,9 @@ class Port:
                 self._lingering.add(connection)
 
     def work(self, connection: Connection) -> None:
-        """The connection is being answered."""
         self._waiting.pop(connection, None)
 
     def lost(self, connection: Connection) -> None:
-        """The connection has ended."""
         self._waiting.pop(connection, None)
         self._open.discard(connection)
         self._lingering.discard(connection)
@@ -198,7 +189,6 @@ class Port:
             self._loop.add_reader(self._socket, self._accept)
 
     def _sweep(self) -> None:
-        """End connections that have waited too long."""
         now = self._loop.time()
         for connection in [each for each, until in self._waiting.items() if until < now]:
             self.on_end("late")

@@ -28,8 +28,6 @@ from lpr.serve.text.served import Served
 
 
 class Routes:
-    """The endpoints of one service."""
-
     def __init__(self, service: Service, args: ServeArgs, keys: Keys, replica: str, template: str | None) -> None:
         """Prepare the endpoints for clients with `keys`; `template` is --chat-template's text."""
         self._args, self._keys, self._replica, self._template = args, keys, replica, template
@@ -57,7 +55,7 @@ class Routes:
         return self._serving
 
     def load(self, facts: Facts) -> bool:
-        """Serve the model that `facts` tell of, and return whether that is news.
+        """Serve the model of `facts`; returns False if it is served already.
 
         Raises InputError or ValueError for bad settings.
         """
@@ -69,7 +67,6 @@ class Routes:
         return True
 
     async def close(self) -> None:
-        """End the server and the processes beside it."""
         self._server.should_exit = True
         if self._serving is not None:
             with contextlib.suppress(asyncio.CancelledError, TimeoutError):

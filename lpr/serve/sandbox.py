@@ -21,13 +21,12 @@ import msgspec
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
 from lpr.serve.errors import ApiError
-from lpr.serve.sandboxed import PATIENCE, PREPARE, Result, Task, frame, patience
+from lpr.serve.messages import frame
+from lpr.serve.sandboxed import PATIENCE, PREPARE, Result, Task, patience
 from lpr.serve.turns import Turns
 
-START_SECONDS = 60.0
-"""Time for a process to start, and to prepare."""
-SPARE_SECONDS = 2.0
-"""Time that a process has, beyond that of a task, to tell of its end."""
+START_SECONDS = 60.0  # time for a process to start, and to prepare
+SPARE_SECONDS = 2.0  # time that a process has, beyond that of a task, to tell of its end
 _KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 """Variables that the process gets: no keys."""
 _SINGLE = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -41,7 +40,6 @@ class ExhaustedError(Exception):
 def sandbox(
     module: str, time: limits.Limit, memory: limits.Limit, size: int = 1, weights: Mapping[str, float] | None = None
 ) -> Sandbox:
-    """A Sandbox with these limits."""
     return Sandbox(module, time.most / 1000, memory.most << 20, size, weights)
 
 
@@ -62,7 +60,6 @@ class Sandbox:
 
     @property
     def num_waiting(self) -> int:
-        """Tasks that wait or run."""
         return len(self._turns)
 
     def prepare(self, *args: Any) -> None:
@@ -92,13 +89,10 @@ class Sandbox:
         return await self._turns.run(key, size, work)
 
     async def close(self) -> None:
-        """End the processes."""
         await asyncio.gather(*(each.close() for each in self._workers))
 
 
 class _Worker:
-    """One process."""
-
     def __init__(self, module: str) -> None:
         self._command = [sys.executable, "-m", "lpr.serve.sandboxed", module]
         self._prepared: list[Any] | None = None

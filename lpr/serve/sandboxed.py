@@ -30,19 +30,15 @@ import msgspec
 from lpr.dist.places import die_with_parent
 from lpr.serve.confined import confine, filter_calls
 from lpr.serve.errors import ApiError
+from lpr.serve.messages import frame
 
-STACK = 2 << 20
-"""Bytes of stack. The ranks' main threads have 8 MiB, unless the system's own limit is lower."""
+STACK = 2 << 20  # Bytes of stack. The ranks' main threads have 8 MiB, unless the system's own limit is lower.
 PATIENCE, LEAST_PATIENCE = 10, 5.0
 """Seconds that a task may take, on a busy machine, per second of CPU time, and at least."""
-FILES = 64
-"""Files that a fork may have open."""
-NICE = 10
-"""How far the processes stand behind the service, which answers others meanwhile."""
-LONGEST_TRACE = 4000
-"""Characters of a bug's traceback that are told."""
-PREPARE = "prepare"
-"""Name of the task that is not done in a fork."""
+FILES = 64  # files that a fork may have open
+NICE = 10  # how far the processes stand behind the service, which answers others meanwhile
+LONGEST_TRACE = 4000  # characters of a bug's traceback that are told
+PREPARE = "prepare"  # name of the task that is not done in a fork
 TOO_DEEP, TOO_LARGE, TOO_LATE = "more depth than there is stack", "more memory than it may use", "more time than it may"
 
 
@@ -61,17 +57,9 @@ class Result(msgspec.Struct, array_like=True):
 
     number: int
     value: Any = None
-    refused: tuple[str, str, str | None] | None = None
-    """Code, message and field of an ApiError."""
-    ended: str | None = None
-    """What the task needed too much of, for the end of a sentence; or its error, if `is_bug`."""
+    refused: tuple[str, str, str | None] | None = None  # code, message and field of an ApiError
+    ended: str | None = None  # what the task needed too much of, for the end of a sentence; or its error, if `is_bug`
     is_bug: bool = False
-
-
-def frame(message: Task | Result) -> bytes:
-    """A message as bytes, preceded by its length."""
-    body = msgspec.msgpack.encode(message)
-    return struct.pack(">I", len(body)) + body
 
 
 def main(argv: list[str]) -> None:
@@ -99,7 +87,6 @@ def main(argv: list[str]) -> None:
 
 
 def patience(seconds: float) -> float:
-    """Seconds that a task with `seconds` of CPU time may take."""
     return max(LEAST_PATIENCE, PATIENCE * seconds)
 
 

@@ -13,19 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Submit
 from lpr.serve import limits
 from lpr.serve.errors import ApiError
 from lpr.serve.inbox import Inbox
-from lpr.serve.jobs import Job, Jobs, Terms, Wanted, acquit, blame
+from lpr.serve.jobs import Job, Jobs, acquit, blame
 from lpr.serve.mesh_state import MeshState
 from lpr.serve.messages import Facts, Finish, Hello, Load, Loading, Pulse, Refused, Resume, Stepped, ToDriver, ToFront
 from lpr.serve.options import ServeArgs
 
 
 class Service:
-    """The open requests, and the driver that works on them."""
-
     def __init__(self, args: ServeArgs, send: Callable[[ToDriver], None]) -> None:
         """Begin without a driver. `send` reaches it once it is there."""
         self._args = args
@@ -47,10 +47,8 @@ class Service:
         self._jobs = Jobs()
         self._interrupted: list[Job] = []
         """Jobs that had a slot when the driver was lost, until it is known whether all ranks died."""
-        self._active = time.monotonic()
-        """When the driver last got a request or sent a token."""
-        self._paused: float | None = None
-        """When requests with a slot stopped because the driver was lost."""
+        self._active = time.monotonic()  # when the driver last got a request or sent a token
+        self._paused: float | None = None  # when requests with a slot stopped because the driver was lost
         self._durations: deque[float] = deque(maxlen=64)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -59,12 +57,10 @@ class Service:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot."""
         return len(self._jobs) - self.num_running
 
     @property
     def num_running(self) -> int:
-        """Requests in slots."""
         return len(self._running)
 
     @property
@@ -111,21 +107,14 @@ class Service:
         if key:
             self._check_share(num_requests, num_tokens, key)
 
-    def open(
-        self,
-        wanted: Wanted,
-        terms: Terms,
-        inbox: Inbox,
-        ready: bool,
-    ) -> Job:
+    def open(self, submit: Submit, inbox: Inbox, ready: bool) -> Job:
         """Accept a request, after `check_room`. It is then either finished or cancelled.
 
         Its chunks go to `inbox`. One that is not `ready` takes room in the queue, and begins after `release`.
         """
-        job = Job(next(self._ids), wanted.prompt_ids, wanted.params, terms, inbox, token_ids=list(wanted.delivered))
-        job.prediction = wanted.prediction
-        if wanted.delivered:
-            job.num_delivered, job.num_characters = len(wanted.delivered), None
+        job = Job(next(self._ids), submit, inbox, token_ids=submit.delivered)
+        if job.token_ids:
+            job.num_delivered, job.num_characters = len(job.token_ids), None
         self._jobs.add(job, ready)
         self._idle.clear()
         self.on_open(job)
@@ -155,7 +144,6 @@ class Service:
             self._end_as_stopped(job)
 
     async def drained(self) -> None:
-        """Return once no request is open."""
         await self._idle.wait()
 
     def fail_all(self, code: ErrorCode, reason: str) -> None:
@@ -240,7 +228,7 @@ class Service:
         """Raise ApiError if a key would hold more of the queue than it may."""
         parts = 2 if len(self.weights) > 1 else 1
         most = self._args.max_requests_per_key or max(1, self._room // parts)
-        num_open = sum(job.terms.key == key for job in self._jobs)
+        num_open = sum(job.submit.share == key for job in self._jobs)
         limit = f"--max-requests-per-key is {most}"
         if num_requests > most:
             raise ApiError(ErrorCode.BAD_REQUEST, f"{num_requests} texts at once are never taken: {limit}")
@@ -248,7 +236,7 @@ class Service:
             message = f"{num_open} requests of this key are open and {num_requests} more would not fit: {limit}"
             raise ApiError(self._overloaded, message, retry_after=self._wait())
         most = self._args.max_tokens_per_key or self._args.max_queued_tokens // parts
-        waiting = sum(job.num_to_fill for job in self._queued if job.terms.key == key)
+        waiting = sum(job.num_to_fill for job in self._queued if job.submit.share == key)
         if waiting and waiting + num_tokens > most:
             message = f"{waiting} prompt tokens of this key wait already and {num_tokens} more would not fit"
             limit = f"--max-tokens-per-key is {most}"
@@ -271,22 +259,10 @@ class Service:
     def _pump(self) -> None:
         while self.mesh.up and (job := self._jobs.give()) is not None:
             self._active = time.monotonic()
-            self._send(
-                Submit(
-                    id=job.id,
-                    token_ids=[*job.prompt_ids, *job.token_ids],
-                    params=job.params,
-                    num_prompt=len(job.prompt_ids),
-                    priority=job.terms.priority,
-                    tenant=job.terms.tenant,
-                    share=job.terms.key,
-                    weight=self.weights.get(job.terms.key, 1.0),
-                    details=job.terms.details,
-                    arrived=job.arrived if job.begun is None else -math.inf,
-                    prediction=list(job.prediction),
-                    predicted=job.predicted,
-                )
-            )
+            tokens = [*job.submit.prompt_ids, *job.token_ids]
+            arrived = job.arrived if job.begun is None else -math.inf
+            now = {"id": job.id, "token_ids": tokens, "arrived": arrived, "predicted": job.predicted}
+            self._send(msgspec.structs.replace(job.submit, **now))
 
     def _deliver(self, chunk: Chunk) -> None:
         job = self._jobs.get(int(chunk.id))
@@ -312,7 +288,7 @@ class Service:
             self._end(job, chunk)
 
     def _bound_unread(self) -> None:
-        """End what its client reads least of, if clients leave too much unread."""
+        """End the streams with the most unread bytes, while clients leave too much unread."""
         sizes = {job.inbox: job.inbox.size for job in self._jobs}
         while sum(sizes.values()) > limits.UNREAD.most:
             longest = max(sizes, key=lambda each: sizes[each])

@@ -1,4 +1,4 @@
-"""What the front writes to stderr: a reader that has stopped, or a full disk, holds up nothing."""
+"""A stderr that never blocks: a reader that has stopped, or a full disk, holds up nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ class Unblocking:
     """A text stream that a thread writes. What the thread cannot keep up with is dropped, and counted in the end."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Write to `stream`."""
         self._stream = stream
         self._queue: queue.Queue[str | None] = queue.Queue(limits.LOG.most)
         self._num_dropped = 0
@@ -25,7 +24,6 @@ class Unblocking:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Queue `text`."""
         try:
             self._queue.put_nowait(text)
         except queue.Full:

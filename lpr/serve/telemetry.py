@@ -69,8 +69,8 @@ def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request
 
 def _attributes(choices: Sequence[Choice]) -> dict[str, Any]:
     """Attributes of the request and its answer. A prompt of several choices counts once, as in OpenAI's usage."""
-    params = choices[0].job.params
-    prompts = {id(choice.job.prompt_ids): choice for choice in choices}.values()
+    params = choices[0].job.submit.params
+    prompts = {id(choice.job.submit.token_ids): choice for choice in choices}.values()
     return {
         "gen_ai.request.choice.count": len(choices),
         "gen_ai.request.max_tokens": params.max_new_tokens,
@@ -81,7 +81,7 @@ def _attributes(choices: Sequence[Choice]) -> dict[str, Any]:
         "gen_ai.request.stop_sequences": list(params.stop),
         "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.frequency_penalty": params.frequency_penalty,
-        "gen_ai.usage.input_tokens": sum(len(choice.job.prompt_ids) for choice in prompts),
+        "gen_ai.usage.input_tokens": sum(choice.job.submit.num_prompt for choice in prompts),
         "gen_ai.usage.output_tokens": sum(len(choice.token_ids) for choice in choices),
         "gen_ai.usage.cache_read.input_tokens": sum(choice.usage.num_cached for choice in prompts if choice.usage),
         "gen_ai.response.finish_reasons": [choice.finish_reason or "abort" for choice in choices],

@@ -36,11 +36,9 @@ class Turns:
         self._num_workers, self._weights = num_workers, weights
         self._waiting: list[_Task] = []
         self._running: dict[asyncio.Task[None], _Task] = {}
-        self._used: defaultdict[str, float] = defaultdict(float)
-        """By key, seconds of workers over its weight."""
+        self._used: defaultdict[str, float] = defaultdict(float)  # by key, seconds of workers over its weight
 
     def __len__(self) -> int:
-        """Tasks that wait or run."""
         return len(self._waiting) + len(self._running)
 
     async def run(self, key: str, size: int, work: Callable[[], Awaitable[R]]) -> R:
@@ -90,7 +88,6 @@ class Turns:
                 last.done.set_exception(refused)
 
     def _begin(self) -> None:
-        """Begin tasks while there are workers for them."""
         while len(self._running) < self._num_workers:
             held = Counter(each.key for each in self._running.values())
             most = max(1, self._num_workers - (len(self._weights) > 1))

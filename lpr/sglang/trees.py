@@ -17,11 +17,8 @@ LEARN_EVERY = 32
 
 @dataclass(eq=False)
 class Running:
-    """One running request."""
-
     state: ChainState
-    num_learnt: int
-    """Tokens that no other request is to learn, or has learnt; at first those of the prompt."""
+    num_learnt: int  # tokens that no other request is to learn, or has learnt; at first those of the prompt
 
 
 class Trees:
@@ -36,7 +33,6 @@ class Trees:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all requests and outputs."""
         self._shared = SuffixIndex(self._capacity)
         self._running: dict[str, Running] = {}
 
@@ -78,7 +74,6 @@ class Trees:
                 self._learn(sequence)
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Learn a text of somebody else's."""
         self._shared.extend(list(tokens))
         self._shared.end_document()
 

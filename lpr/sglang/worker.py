@@ -23,7 +23,6 @@ class Corpus:
         self._counts: dict[str, int] = {}
 
     def reset(self) -> None:
-        """Forget all requests and outputs."""
         self._trees.reset()
         self._counts.clear()
 
@@ -32,7 +31,6 @@ class Corpus:
         self._trees.end(req_ids)
 
     def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
-        """Learn a corpus; returns its number of tokens."""
         count = 0
         for chunk in chunks:
             self._trees.learn(chunk)
@@ -40,7 +38,6 @@ class Corpus:
         return count
 
     def commit_external_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
-        """List a corpus."""
         self._counts[corpus_id] = loaded_token_count
 
     def remove_external_corpus(self, corpus_id: str) -> None:
@@ -48,7 +45,6 @@ class Corpus:
         raise ValueError(f"lpr's index cannot forget corpus {corpus_id!r} alone; flush the cache to forget all")
 
     def list_external_corpora(self) -> dict[str, int]:
-        """Tokens of each corpus."""
         return dict(self._counts)
 
 

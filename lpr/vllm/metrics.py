@@ -13,8 +13,6 @@ BUCKETS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3)
 
 
 class Metrics:
-    """Counts of one rank."""
-
     def __init__(self, port: int) -> None:
         """Serve them at `port` of 127.0.0.1; 0: nowhere. Raises OSError if it is taken."""
         self.registry = CollectorRegistry()

@@ -20,8 +20,7 @@ from lpr.vllm.requests import Request, Requests
 from lpr.vllm.settings import settings_of
 from lpr.vllm.sources import Sources, tenant_of
 
-MOST_PARKED = 64
-"""Requests without a row that are remembered at most, as they may be preempted."""
+MOST_PARKED = 64  # requests without a row that are remembered at most, as they may be preempted
 
 
 class Proposer:

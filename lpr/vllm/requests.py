@@ -19,8 +19,6 @@ from lpr.core.constants import MAX_MATCH
 
 @dataclass(eq=False)
 class Request:
-    """One request."""
-
     state: Any
     """A lpr.native.ChainState."""
     tenant: str
@@ -48,10 +46,8 @@ class Requests:
     def __init__(self, most_parked: int, begin: Callable[[np.ndarray, int], Request]) -> None:
         """None yet. `begin` makes a request of a text and its number of prompt tokens."""
         self._most_parked, self._begin = most_parked, begin
-        self.running: dict[int, Request] = {}
-        """By row."""
-        self.parked: list[Request] = []
-        """Those without a row, the latest last."""
+        self.running: dict[int, Request] = {}  # by row
+        self.parked: list[Request] = []  # those without a row, the latest last
 
     def recognise(
         self, rows: Sequence[int], texts: Sequence[np.ndarray], counts: Sequence[int]

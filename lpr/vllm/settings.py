@@ -14,8 +14,7 @@ from lpr.vllm.step_clock import StepClock
 Whole = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 
-CPU_TOKEN_COST, GPU_TOKEN_COST = 0.03, 0.001
-"""Costs of a further token until steps were measured."""
+CPU_TOKEN_COST, GPU_TOKEN_COST = 0.03, 0.001  # costs of a further token until steps were measured
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,23 +24,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time of a further token, as a part of the time of a step of one token: (t(n) - t(1)) / ((n - 1) * t(1)). A draft
     ends where its next token is not worth this. "measured": t(n) is taken from the time between drafts, and where it
     cannot be, is 0.03 on a CPU and 0.001 elsewhere, as a GPU waits for its memory."""
-    num_nodes: Annotated[int, Meta(ge=1, le=1024)] = 64
-    """Nodes of the tree from which a draft is chosen."""
+    num_nodes: Annotated[int, Meta(ge=1, le=1024)] = 64  # nodes of the tree from which a draft is chosen
     share: Literal["all", "none"] | Count = "all"
     """Whose outputs a request drafts from besides its own text: those of all requests, of none, or of requests that
     begin with the same N tokens."""
-    capacity: Count = 1_000_000
-    """Tokens of others' outputs that are kept; the oldest are forgotten first."""
+    capacity: Count = 1_000_000  # tokens of others' outputs that are kept; the oldest are forgotten first
     trie: str | None = None
     """File of lpr's --trie, or its folder, whose outputs are known from the start. It is only read."""
     draft_store: str | None = None
     """Redis or Valkey through which replicas share outputs, as lpr.serve's --draft-store; also $LPR_DRAFT_STORE."""
-    draft_store_length: Count = FleetOptions.draft_store_length
-    """As lpr.serve's --draft-store-length."""
-    draft_snapshots: str | None = None
-    """As lpr.serve's --draft-snapshots."""
-    draft_snapshot_every: float = FleetOptions.draft_snapshot_every
-    """As lpr.serve's --draft-snapshot-every."""
+    draft_store_length: Count = FleetOptions.draft_store_length  # as lpr.serve's --draft-store-length
+    draft_snapshots: str | None = None  # as lpr.serve's --draft-snapshots
+    draft_snapshot_every: float = FleetOptions.draft_snapshot_every  # as lpr.serve's --draft-snapshot-every
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of 127.0.0.1 with lpr's own metrics; 0: none. Replicas on one machine need a port each."""
 

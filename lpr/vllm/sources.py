@@ -24,8 +24,7 @@ from lpr.vllm.settings import Settings
 
 LEARN_EVERY = 32
 """Tokens of a running request that are learnt together, so that requests which run beside it draft from them."""
-LEARN_AT_ONCE = 4
-"""Batches of the fleet's outputs learnt between two steps, each of 0.4 ms at most."""
+LEARN_AT_ONCE = 4  # batches of the fleet's outputs learnt between two steps, each of 0.4 ms at most
 
 
 def tenant_of(prompt: np.ndarray, share: str | int) -> str:
@@ -40,8 +39,7 @@ class Sources:
 
     def __init__(self, settings: Settings, vllm_config: Any) -> None:
         """Load the trie file and connect the fleet's store where `settings` name them; raises InputError."""
-        self.num_learnt = 0
-        """Tokens of this server's outputs that were learnt."""
+        self.num_learnt = 0  # tokens of this server's outputs that were learnt
         self._shares = settings.share != "none"
         self._indexes = DraftIndexes(settings.capacity)
         self._fleet: Any = None
@@ -83,7 +81,6 @@ class Sources:
 
     @property
     def num_learnt_of_others(self) -> int:
-        """Outputs of other replicas that were learnt."""
         return self._fleet.counts.learnt if self._fleet is not None else 0
 
     def close(self) -> None:

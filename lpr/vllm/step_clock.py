@@ -22,28 +22,22 @@ from lpr.core.constants import KNOTS
 from lpr.core.step_times import MOST_SURPRISE, StepTimes, StepTimesTracker, interpolate
 from lpr.vllm.requests import Request
 
-NONE, FEW = 1e6, 0.3
-"""What a token costs where there are to be no drafts, or few, as a part of a step of one token."""
+NONE, FEW = 1e6, 0.3  # what a token costs where there are to be no drafts, or few, as a part of a step of one token
 TRIALS = (None, FEW, None, NONE) * 4
 """What a token costs in the first measured steps of a batch size; None: as much as is known."""
 MOST_SHORTENED = 2 * len(TRIALS)
 """Drafts that are shortened for trials at most: where each step computes some prompt, none of them is measured."""
-REFRESH = 16
-"""Later steps after which the times in use are renewed: that takes longer than a draft."""
-PLAIN_MEMORY = 0.1
-"""Weight of the latest step without drafts in what such a step takes."""
+REFRESH = 16  # later steps after which the times in use are renewed: that takes longer than a draft
+PLAIN_MEMORY = 0.1  # weight of the latest step without drafts in what such a step takes
 
 
 class Step(NamedTuple):
-    """A measured step."""
-
     num_tokens: int
     num_sequences: int
     milliseconds: float
 
     @property
     def is_plain(self) -> bool:
-        """True if it had no drafts."""
         return self.num_tokens == self.num_sequences
 
 
@@ -53,8 +47,7 @@ class BatchSize:
 
     trials: list[Step] = field(default_factory=list)
     num_shortened: int = 0
-    plain_log: float = 0.0
-    """Logarithm of the part that a step without drafts takes of one with as many tokens."""
+    plain_log: float = 0.0  # logarithm of the part that a step without drafts takes of one with as many tokens
 
 
 class StepClock:

@@ -3,12 +3,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.protocol import Submit
 from tests.fakes.models import left_of_an_engine, tiny_model
 
 
@@ -252,6 +254,45 @@ def test_a_priority_that_no_rank_can_be_sent_is_refused(engine: Engine) -> None:
     with pytest.raises(InputError, match="priority"):
         engine.submit(PROMPT, priority=2**70)
     assert engine.is_idle
+
+
+def test_a_submit_is_a_request_as_it_is(engine: Engine) -> None:
+    ids, params = engine.encode(PROMPT), SamplingParams(max_new_tokens=12, temperature=0.9, seed=5)
+    [whole] = engine.generate([ids], params)
+    fields: dict[str, Any] = {"tenant": "a", "details": True, "share": "k", "weight": 2.0, "learns": False}
+    given = Submit.of(ids, params, whole.token_ids[:5], prediction=whole.token_ids[:8], **fields)
+    request = engine.submit(msgspec.structs.replace(given, id=77))
+    while request.finish_reason is None:
+        engine.step()
+    assert request.id == 77 and request.token_ids == whole.token_ids and request.prompt_ids == ids
+    assert {name: getattr(request, name) for name in fields} == fields
+    assert [token for chunk in request.take() for token in chunk.token_ids] == whole.token_ids[5:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "wrong"),
+    [
+        ({"token_ids": []}, {}, "empty"),
+        ({"token_ids": [10**9]}, {}, "token id"),
+        ({"token_ids": [1, 10**9]}, {}, "token id"),
+        ({"prediction": [10**9]}, {}, "token id"),
+        ({"weight": 0.0}, {}, "weight"),
+        ({"priority": 2**70}, {}, "priority"),
+        ({"params": SamplingParams(max_new_tokens=10**6)}, {}, "context"),
+        ({}, {"params": SamplingParams()}, "without other arguments"),
+        ({}, {"tenant": "a"}, "without other arguments"),
+        ({}, {"prediction": [1]}, "without other arguments"),
+    ],
+)
+def test_a_submit_that_cannot_be_completed_is_refused(
+    engine: Engine, changes: dict[str, Any], more: dict[str, Any], wrong: str
+) -> None:
+    given = msgspec.structs.replace(Submit.of([1], SamplingParams(max_new_tokens=4)), id="new", **changes)
+    with pytest.raises(InputError, match=wrong):
+        engine.submit(given, **more)
+    with pytest.raises(InputError, match="a prompt is text or a list"):
+        engine.generate([given])  # type: ignore[list-item]
+    assert engine.is_idle and not engine.requests
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

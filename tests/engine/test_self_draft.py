@@ -130,8 +130,9 @@ def test_auto_makes_passes_in_some_steps_and_none_in_others(monkeypatch: pytest.
     assert drafter is not None and drafter.copy.form == ("int4" if can_tile(torch.float32, 2) else "int8")  # type: ignore[attr-defined]
     for params in (GREEDY, SAMPLED, [replace(each, seed=each.seed + 4) for each in SAMPLED]):
         assert ids(engine.generate(PROMPTS, params)) == ids(plain().generate(PROMPTS, params))
-    counted = {key[-1]: way.num_steps for key, way in drafter.passes._ways.items()}
-    assert counted[False] > 0 and counted[True] > 0, "both ways are counted"
+    for drafts in (False, True):
+        ways = [way for key, way in drafter.passes._ways.items() if key[-1] is drafts]
+        assert sum(way.num_steps for way in ways) > 20, "both ways are counted"
     assert drafter.spent_ms >= 0.0 and drafter.passes._load != 1.0
 
 

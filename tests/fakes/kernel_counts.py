@@ -97,7 +97,7 @@ def fake_gpu() -> Iterator[None]:
         "get_device_properties": lambda *_: H100, "_get_device_properties": lambda *_: H100, "device_count": lambda: 1,
         "get_device_capability": lambda *_: (9, 0), "current_device": lambda: 0, "is_available": lambda: True,
         "_lazy_init": lambda: None, "get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda *_: None,
-        "device": contextlib.nullcontext, "synchronize": lambda *_: None,
+        "device": contextlib.nullcontext, "synchronize": lambda *_: None, "is_current_stream_capturing": lambda: False,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
@@ -110,8 +110,8 @@ def fake_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(fuse_attention, "_sfdp_init", lambda *_: None))
         stack.enter_context(mock.patch.object(pad_mm, "_pad_mm_init", lambda *_: None))
         for module in (scheduler, _triton):  # the answer may be known from before
-            stack.enter_context(mock.patch.object(module, "has_triton", lambda: True))
-        stack.enter_context(mock.patch.object(_triton, "triton_hash_with_backend", lambda *_: "none"))
+            stack.enter_context(mock.patch.object(module, "has_triton", lambda *_, **__: True))
+        stack.enter_context(mock.patch.object(_triton, "triton_hash_with_backend", lambda *_, **__: "none"))
         stack.enter_context(mock.patch.object(type(driver), "active", active))
         stack.enter_context(config.patch(compile_threads=1, fx_graph_cache=False))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))

@@ -163,6 +163,7 @@ def compiled_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     model.compile(case.get("compiler", "eager"))
     model.capturer, model.adapter.packed, model.adapter.kv_bucket = Direct(), False, 256  # as on a GPU
     engine.configure(DECODE)
+    engine.replica.watch.note()  # the test has changed the model, and not its program
     done = engine.generate(PROMPTS * 2, FEW)
     assert model.compiled is not None
     return {

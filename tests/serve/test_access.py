@@ -238,3 +238,21 @@ def test_tls_and_its_half_handshakes(tmp_path):
             assert httpx.get(f"https://localhost:{port}/livez", verify=trust).status_code == 200
         for link in idle:
             link.close()
+
+
+@pytest.mark.parametrize("share_drafts", ["none", "key", "all"])
+def test_a_request_says_whose_it_is_and_how_it_is_treated(tmp_path, share_drafts):
+    """What the driver gets of a key, its weight, and the body, in one Submit for each text."""
+    path = tmp_path / "keys"
+    path.write_text("alice secret 4\nbob other\n")
+    with served(api_key_file=path, share_drafts=share_drafts) as service:
+        body = {"prompt": "def f(x):", "max_tokens": 2, "seed": 7, "n": 2, "priority": 99, "return_sources": True}
+        body["prediction"] = {"type": "content", "content": "return x"}
+        answer = service.client.post("/v1/completions", json=body, headers={"Authorization": "Bearer secret"})
+        assert answer.status_code == 200, answer.text
+        found = service.driver.submitted
+        assert [each.params.seed for each in found] == [7, 8] and len({each.id for each in found}) == 2
+        for each in found:
+            assert (each.share, each.weight, each.priority, each.details) == ("alice", 4.0, 10, True)
+            assert (each.tenant, each.learns) == ("" if share_drafts == "all" else "alice", share_drafts != "none")
+            assert each.token_ids == each.prompt_ids and each.prediction and not each.delivered

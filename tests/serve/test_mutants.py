@@ -11,13 +11,14 @@ import threading
 import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 import lpr
 import lpr.engine.text as engine_text
 from lpr.protocol import Submit
 from lpr.sched import page_pool
-from lpr.serve import service
+from lpr.serve import jobs, service
 from lpr.serve.api import answers, completions
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Keys
@@ -159,12 +160,19 @@ def cached_prefix_is_one_too_long(patch):
 
 
 def seed_is_ignored(patch):
-    patch.setattr(service, "Submit", lambda params, **more: Submit(params=replace(params, seed=0), **more))
+    give = jobs.Jobs.give
+
+    def without_seed(self):
+        if (job := give(self)) is not None:
+            job.submit = msgspec.structs.replace(job.submit, params=replace(job.submit.params, seed=0))
+        return job
+
+    patch.setattr(jobs.Jobs, "give", without_seed)
 
 
 def texts_of_one_prompt_have_one_seed(patch):
-    def same(params, ids, count, *others):
-        return [served_module.Wanted(prompt_ids=ids, params=params)] * count
+    def same(wanted, count):
+        return [wanted] * count
 
     patch.setattr(completions, "spread", same)
 

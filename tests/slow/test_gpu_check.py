@@ -208,7 +208,7 @@ def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) 
     """
     target = tmp_path / "gpu_check.json"
     only = tuple(dict.fromkeys(name.split(":")[0] for name in ON_ONE_GPU))
-    report = Report(target, 60.0, only, {name: 5 * seconds for name, seconds in gpu_check.BUDGETS.items()})
+    report = Report(target, 60.0, only, {name: 15 * seconds for name, seconds in gpu_check.BUDGETS.items()})
     gpu_check.check(report, gpu_parts.Sizes.tiny(CUDA))
     record = report.write()
     assert not record["failed_sections"] + record["cut_sections"] + record["skipped_sections"], record["sections"]

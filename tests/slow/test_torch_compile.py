@@ -63,7 +63,7 @@ def test_compiled_code_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.Monke
     for _ in range(2):
         torch._dynamo.reset()
         layer = Small()
-        compiled = CompiledForward(SimpleNamespace(model=layer))  # type: ignore[arg-type]
+        compiled = CompiledForward(SimpleNamespace(model=layer, device=torch.device("cpu")))  # type: ignore[arg-type]
         with torch.no_grad():
             layer(torch.randn(3, 8))
         said.append(str(compiled.describe()))

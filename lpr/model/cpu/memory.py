@@ -22,22 +22,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LEAST_BYTES = 64 << 20
-"""Smaller tensors are written at once."""
+LEAST_BYTES = 64 << 20  # smaller tensors are written at once
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14: pages are taken and their contents stay, so writers may be ahead. An older kernel
 refuses it, and takes pages when they are first used."""
-LONGEST_WAIT = 30.0
-"""Seconds for one tensor."""
-_HUGE = 2 << 20
-"""Bytes of a huge page."""
-_BLOCK = 32 << 20
-"""Bytes of which smaller tensors are parts."""
-_ALIGNED = 64
-"""Bytes of a cache line, at which tensors begin."""
+LONGEST_WAIT = 30.0  # seconds for one tensor
+_HUGE = 2 << 20  # bytes of a huge page
+_BLOCK = 32 << 20  # bytes of which smaller tensors are parts
+_ALIGNED = 64  # bytes of a cache line, at which tensors begin
 _NAME = "lpr memory"
-_PIECE = 32 << 20
-"""Bytes that are taken in one call. A tensor that is dropped stops its thread at the next one."""
+_PIECE = 32 << 20  # Bytes that are taken in one call. A tensor that is dropped stops its thread at the next one.
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -78,8 +72,6 @@ def _take(area: weakref.ref[mmap.mmap], address: int, num_bytes: int) -> None:
 
 
 class _Blocks:
-    """Cuts blocks into tensors. A block lives as long as one of its tensors."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rest = torch.empty(0, dtype=torch.uint8)

@@ -42,7 +42,6 @@ class OneDnn:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HEIGHT)
 
     def to_dense(self) -> Tensor:
-        """A copy of the weight [outputs, inputs]."""
         dense: Tensor = self._packed.to_dense()
         return dense
 
@@ -67,7 +66,6 @@ class Prepacked(Pack):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> Prepacked:
-        """The pack of a single weight."""
         return cls(weight, bias, [len(weight)])
 
     def multiply(self, given: Tensor) -> Tensor:
@@ -85,16 +83,13 @@ class PrepackedLinear(nn.Linear):
 
     pack: Prepacked
     place: int
-    tied: weakref.ref[nn.Parameter]
-    """The weight as a parameter; it lives on if it is that of an embedding, too."""
+    tied: weakref.ref[nn.Parameter]  # the weight as a parameter; it lives on if it is that of an embedding, too
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """A copy of the weight, unpacked at each call."""
         return self.pack.weight_of(self.place)
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `nn.Linear`."""
         if torch.is_grad_enabled():
             return F.linear(input, self.weight, self.bias)
         return self.pack.part(self.place, input) if len(self.pack.sizes) > 1 else self.pack.multiply(input)

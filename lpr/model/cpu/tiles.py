@@ -18,13 +18,10 @@ from lpr.model.cpu.memory import in_huge_pages
 from lpr.model.threads import team_size
 
 PANEL = 32
-DEPTH = 32
-"""Inputs that a core's matrix unit multiplies at a time."""
-_ALONE = 1 << 18
-"""Multiplications up to which a product runs on the calling thread."""
+DEPTH = 32  # inputs that a core's matrix unit multiplies at a time
+_ALONE = 1 << 18  # multiplications up to which a product runs on the calling thread
 
-DTYPES = torch.float32, torch.bfloat16
-"""Of rows."""
+DTYPES = torch.float32, torch.bfloat16  # of rows
 Address = tuple[int, int, int, int, int, int]
 """For native.DecoderLayer: where a weight and its bias lie (0: no bias), the numbers of outputs, inputs and bits, and
 where the scales of a weight in int8 lie (0: it has none)."""
@@ -54,7 +51,6 @@ class Tiles:
         self._panels = in_huge_pages(pairs).view(whole.dtype).unflatten(2, (PANEL, together))
 
     def to_dense(self) -> Tensor:
-        """A copy of the weight [outputs, inputs]."""
         whole = self._panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_outputs, : self.num_inputs]
         return whole.to(self.dtype).contiguous()
 

@@ -4,5 +4,4 @@ A row of a matrix product with the weights has the same bits for any number of r
 finds and keeps to. Attention adds in the order of positions: `in_order` on a CPU, `kernels.exact_kernel` on a GPU.
 """
 
-BLOCK = 64
-"""Positions whose values one product of `kernels.exact_kernel` adds up."""
+BLOCK = 64  # positions whose values one product of `kernels.exact_kernel` adds up

@@ -25,16 +25,12 @@ from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.sharded_layers import local
 from lpr.model.step_inputs import Heights, current_step
 
-HEIGHT = 64
-"""Rows of every product on a GPU, which reads weights for about as long as it multiplies 64 rows by them."""
-MOST_FILLED = 16
-"""Rows to which a step may be padded, so that its products round as those of more rows do."""
-_UNKNOWN_HEIGHT = 4
-"""Rows of a step of a model whose weights are multiplied by code that is not known here."""
+HEIGHT = 64  # rows of every product on a GPU, which reads weights for about as long as it multiplies 64 rows by them
+MOST_FILLED = 16  # rows to which a step may be padded, so that its products round as those of more rows do
+_UNKNOWN_HEIGHT = 4  # rows of a step of a model whose weights are multiplied by code that is not known here
 _HEIGHTS = (*range(1, 34), 40, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512)
 _MOST_ROWS = 513
-MOST_LOGITS = 66
-"""Rows of the output head that are tried: few steps have more results."""
+MOST_LOGITS = 66  # rows of the output head that are tried: few steps have more results
 _VECTOR = 64
 """Values that an elementwise operator of PyTorch takes at once on a CPU, at most: two vectors of AVX-512 in half
 precision."""

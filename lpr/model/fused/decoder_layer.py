@@ -37,8 +37,7 @@ class Run:
     """Layers that one call computes."""
 
     layers: list[int]
-    call: Any
-    """native.DecoderLayers."""
+    call: Any  # native.DecoderLayers
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,22 +47,17 @@ class DecoderLayer:
     plain: OwnForward
     cache_argument: str
     attention: Any
-    mlp: Callable[[Tensor], Tensor]
-    """The module, or what computes it (GatedMlp)."""
-    norms: tuple[Norm, Norm]
-    """Before attention and before the MLP."""
-    head_norms: tuple[Norm, Norm] | None
-    """Of each head of the queries and of the keys."""
+    mlp: Callable[[Tensor], Tensor]  # the module, or what computes it (GatedMlp)
+    norms: tuple[Norm, Norm]  # before attention and before the MLP
+    head_norms: tuple[Norm, Norm] | None  # for the heads of queries and of keys
     qkv: Pack
     out: Pack
-    multiplier: float
-    """Of what attention and MLP add to the residual."""
+    multiplier: float  # scales what attention and MLP add to the residual
     whole: Any = field(init=False)
     """The same layer as one call (native.DecoderLayer); None if it is not of known parts alone."""
     run: Run | None = field(init=False)
     """The layers that are computed when this one is called; None if there is no such call, or an earlier layer's."""
-    follows: bool = field(init=False, default=False)
-    """True if the layer is in the run of an earlier one."""
+    follows: bool = field(init=False, default=False)  # True if the layer is in the run of an earlier one
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", _whole(self))

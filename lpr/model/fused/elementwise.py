@@ -20,24 +20,18 @@ from lpr.model.threads import team_size
 
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
 """By the type of device."""
-_ALONE = 1 << 16
-"""Values up to which a part runs on the calling thread."""
+_ALONE = 1 << 16  # values up to which a part runs on the calling thread
 
 
 class Weighing(IntEnum):
     """How an RMS norm applies its weight."""
 
-    ROUNDED = 0
-    """weight * x, with x rounded to its dtype first (Llama)."""
-    ONE_PLUS = 1
-    """(1 + weight) * x in float32 (Gemma)."""
-    WIDE = 2
-    """weight * x in float32 (OLMo 2)."""
+    ROUNDED = 0  # weight * x, with x rounded to its dtype first (Llama)
+    ONE_PLUS = 1  # (1 + weight) * x in float32 (Gemma)
+    WIDE = 2  # weight * x in float32 (OLMo 2)
 
 
 class Activation(IntEnum):
-    """The activation of a gate."""
-
     SILU = 0
     GELU_TANH = 1
 

@@ -26,8 +26,6 @@ def in_step() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The forward of an RMS norm."""
-
     plain: OwnForward
     weight: Tensor
     epsilon: float
@@ -71,7 +69,6 @@ class GatedMlp:
         return found
 
     def of(self, states: Tensor) -> Tensor:
-        """The output for `states` [..., D]."""
         return self.down.multiply(gate(self.gate_up.multiply(states), self.activation))
 
 

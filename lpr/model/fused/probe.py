@@ -30,8 +30,7 @@ _WEIGHINGS: dict[Weighing, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {
     Weighing.ONE_PLUS: lambda normed, weight, dtype: (normed * (1.0 + weight.float())).to(dtype),
     Weighing.WIDE: lambda normed, weight, dtype: (weight * normed).to(dtype),
 }
-_SIZES = ((3, 1), (3, 4))
-"""Sequences and entries of what is tried. A tensor of 3 is not unpacked into two by chance."""
+_SIZES = ((3, 1), (3, 4))  # Sequences and entries of what is tried. A tensor of 3 is not unpacked into two by chance.
 _IGNORED = {"sliding_window", "position_ids", "use_cache"}
 """Arguments of attention that lpr's takes no notice of, or has from the mask."""
 

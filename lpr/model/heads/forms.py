@@ -27,12 +27,10 @@ class Form:
     hidden_norm: str
     join: str
     final_norm: str
-    layer: str = ""
-    """The decoder layer's prefix behind `prefix`."""
+    layer: str = ""  # the decoder layer's prefix behind `prefix`
     copies: tuple[str, ...] = ()
     """Beginnings of keys of embeddings and output heads that the checkpoint repeats; the model's own are used."""
-    hidden_first: bool = False
-    """True if `join` takes the hidden state before the embedding."""
+    hidden_first: bool = False  # True if `join` takes the hidden state before the embedding
 
 
 DEEPSEEK = Form(

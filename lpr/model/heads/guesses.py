@@ -27,22 +27,15 @@ from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel
 from lpr.model.step_inputs import Row
 
-NUM_GUESSES, MOST_GUESSES = 48, 128
-"""Fewest and most guesses after a path, by the nodes of the tree (`num_guesses`)."""
-DEPTH, WIDTH = 5, 12
-"""Tokens ahead; guesses after one entry."""
-FOLLOWED = 8
-"""One of so many guesses is followed, at each depth."""
+NUM_GUESSES, MOST_GUESSES = 48, 128  # fewest and most guesses after a path, by the nodes of the tree (`num_guesses`)
+DEPTH, WIDTH = 5, 12  # tokens ahead; guesses after one entry
+FOLLOWED = 8  # one of so many guesses is followed, at each depth
 LEAST = 0.4
 """A guess whose path probability times the most guesses is smaller is left out; below twice that it is not followed."""
-FORWARD_MEMORY = 0.1
-"""Weight of the latest time of a forward."""
-FADING = 0.99
-"""What is left of that mean when a forward was not worth it: one slow forward is not believed for ever."""
-LATE = 256
-"""Entries of a slot that may wait while the head rests."""
-NUM_NOISED = 256
-"""Likeliest tokens among which the sampling noise chooses."""
+FORWARD_MEMORY = 0.1  # weight of the latest time of a forward
+FADING = 0.99  # what is left of that mean when a forward was not worth it: one slow forward is not believed for ever
+LATE = 256  # entries of a slot that may wait while the head rests
+NUM_NOISED = 256  # likeliest tokens among which the sampling noise chooses
 
 
 def num_guesses(num_nodes: int) -> int:
@@ -60,12 +53,9 @@ class Chain:
     """What a rank keeps of a row, and what follows each entry."""
 
     row: Row
-    entries: Sequence[int]
-    """Of the row, in order."""
-    tokens: Sequence[int]
-    """The token after each of `entries`."""
-    params: SamplingParams | None
-    """Of the request whose next tokens are guessed; None only keeps the entries."""
+    entries: Sequence[int]  # of the row, in order
+    tokens: Sequence[int]  # the token after each of `entries`
+    params: SamplingParams | None  # those of the request; None keeps the entries without guessing
 
 
 @dataclass
@@ -73,11 +63,9 @@ class _Late:
     """Entries that the head has not followed yet."""
 
     slot: int
-    begin: int
-    """Tokens before the first one."""
+    begin: int  # tokens before the first one
     tokens: list[int] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)
-    """[entries, H] each."""
+    states: list[Tensor] = field(default_factory=list)  # [entries, H] each
 
     def row(self) -> Row:
         return Row.chain(self.slot, self.begin, self.tokens, 0)
@@ -89,19 +77,15 @@ class _Growing:
 
     chain: Chain
     draft: HeadDraft = field(default_factory=HeadDraft)
-    paths: list[float] = field(default_factory=lambda: [1.0])
-    """Path probability of each guess."""
-    entries: list[int] = field(default_factory=list)
-    """Guesses that the head has followed, parents first."""
-    states: list[Tensor] = field(default_factory=list)
-    """g [H] of the chain's end, then of `entries`."""
+    paths: list[float] = field(default_factory=lambda: [1.0])  # path probability of each guess
+    entries: list[int] = field(default_factory=list)  # guesses that the head has followed, parents first
+    states: list[Tensor] = field(default_factory=list)  # g [H] of the chain's end, then of `entries`
 
     @property
     def num_cached(self) -> int:
         return self.chain.row.num_cached + len(self.chain.tokens)
 
     def row(self) -> Row:
-        """The followed guesses below the chain."""
         place = {guess: index for index, guess in enumerate(self.entries)}
         parents = [place.get(self.draft.parents[guess], -1) for guess in self.entries]
         depths: list[int] = []
@@ -133,13 +117,10 @@ class Guesser:
 
     least: float = 0.0
     """Guesses are followed while their path probabilities sum up to this; each depth is a forward of its own."""
-    num_guesses: int = NUM_GUESSES
-    """Most guesses after a path."""
-    forward_ms: float = 0.0
-    """Milliseconds of such a forward, the mean of recent ones."""
+    num_guesses: int = NUM_GUESSES  # most guesses after a path
+    forward_ms: float = 0.0  # Milliseconds of such a forward, the mean of recent ones
 
     def __init__(self, adapter: Adapter, head: DraftHead) -> None:
-        """Prepare `head` for the model of `adapter`."""
         self.adapter, self.head = adapter, head
         self.embed: Any = adapter.model.get_input_embeddings()
         self.lm_head: Any = head.lm_head or adapter.model.get_output_embeddings()

@@ -17,10 +17,8 @@ class DraftHead(nn.Module):
 
     hidden_first: bool
     layer: int
-    vocabulary: Tensor | None
-    """int64 [V'], ids of the tokens that it guesses, ascending; None: all."""
-    lm_head: nn.Linear | None
-    """The rows of the model's output head for `vocabulary`; None: the model's own is used."""
+    vocabulary: Tensor | None  # int64 [V'], ids of the tokens that it guesses, ascending; None: all
+    lm_head: nn.Linear | None  # the rows of the model's output head for `vocabulary`; None: the model's own is used
 
     def __init__(
         self,

@@ -21,8 +21,7 @@ from lpr.model.heads.head import DraftHead
 
 logger = logging.getLogger(__name__)
 
-OWN_FILE = "mtp.safetensors"
-"""A head beside a checkpoint that has none, as dev/train_head.py writes it."""
+OWN_FILE = "mtp.safetensors"  # a head beside a checkpoint that has none, as dev/train_head.py writes it
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

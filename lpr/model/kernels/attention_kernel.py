@@ -23,8 +23,7 @@ from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.tree_mask import TreeMask
 
 MAX_HEAD_DIM = 256
-MOST_SPLITS = 8
-"""Parts of the keys, wherever these give half of the processors a program."""
+MOST_SPLITS = 8  # parts of the keys, wherever these give half of the processors a program
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -87,16 +86,11 @@ def check(query: Tensor, key: Tensor, value: Tensor) -> None:
 class Rules(NamedTuple):
     """What decides on keys and scores besides the tree."""
 
-    sinks: Tensor | None = None
-    """[Hq]: logits that take probability and give no value (GPT-OSS)."""
-    window: int | None = None
-    """Keeps the keys of the last `window` positions (Mistral)."""
-    chunk: int | None = None
-    """Keeps the keys of the query's own chunk of positions (Llama 4)."""
-    softcap: float | None = None
-    """Bounds scores by `softcap * tanh(score / softcap)` (Gemma 2)."""
-    scale: float | None = None
-    """None: D**-0.5."""
+    sinks: Tensor | None = None  # [Hq]: logits that take probability and give no value (GPT-OSS)
+    window: int | None = None  # keeps the keys of the last `window` positions (Mistral)
+    chunk: int | None = None  # keeps the keys of the query's own chunk of positions (Llama 4)
+    softcap: float | None = None  # bounds scores by `softcap * tanh(score / softcap)` (Gemma 2)
+    scale: float | None = None  # None: D**-0.5
 
     def numbers(self, dim: int) -> tuple[float, float, int, int]:
         """The scale, softcap, window and chunk of a launch."""
@@ -104,7 +98,6 @@ class Rules(NamedTuple):
         return scale, self.softcap or 1.0, self.window or 0, self.chunk or 1
 
     def flags(self) -> dict[str, bool]:
-        """The constants of a launch."""
         given = {"SOFTCAP": self.softcap, "WINDOW": self.window, "CHUNK": self.chunk}
         return {f"HAS_{name}": each is not None for name, each in given.items()}
 
@@ -112,12 +105,9 @@ class Rules(NamedTuple):
 class Pages(NamedTuple):
     """Where the keys of each row of a batch lie, if K and V are all rows of a cache, [1, Hk, rows, D(v)]."""
 
-    table: Tensor
-    """[B, pages] int32."""
-    size: int
-    """Rows of a page; 0: K and V are [B, Hk, KV, D(v)] themselves, and `table` is not read."""
-    num_kv: int
-    """KV."""
+    table: Tensor  # [B, pages] int32
+    size: int  # rows of a page; 0: K and V are [B, Hk, KV, D(v)] themselves, and `table` is not read
+    num_kv: int  # KV
 
     @classmethod
     def none(cls, key: Tensor, mask: TreeMask) -> Pages:

@@ -12,14 +12,11 @@ from torch import Tensor
 from lpr.model.kernels import device_of
 from lpr.model.kernels.elementwise_code import gate_rows, normalise, rotate_heads
 
-_HEADS = 8
-"""Heads that a program rotates."""
-_GATED = 1024
-"""Values that a program gates."""
+_HEADS = 8  # heads that a program rotates
+_GATED = 1024  # values that a program gates
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, weighing: int, added: Tensor | None = None) -> Tensor:
-    """As elementwise.rms_norm."""
     out = torch.empty_like(states)
     width = weight.shape[0]
     _normalise(states, added, weight, out, states.numel() // width, 1, width, epsilon, weighing)
@@ -27,7 +24,6 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float, weighing: int, adde
 
 
 def norm_heads(states: Tensor, weight: Tensor, epsilon: float, weighing: int, first: int, heads: int) -> None:
-    """As elementwise.norm_heads."""
     part = states.flatten(0, -2)[:, first:]
     _normalise(part, None, weight, part, len(part), heads, states.shape[-1], epsilon, weighing)
 
@@ -49,7 +45,6 @@ def _normalise(
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> None:
-    """As elementwise.rotate."""
     width, stride = cosines.shape[-1], states.shape[-1]
     count = states.numel() // stride
     if not count:
@@ -62,7 +57,6 @@ def rotate(states: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> None:
 
 
 def gate(states: Tensor, activation: int) -> Tensor:
-    """As elementwise.gate."""
     width = states.shape[-1] // 2
     out = states.new_empty(*states.shape[:-1], width)
     count = out.numel() // width

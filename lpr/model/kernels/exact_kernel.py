@@ -20,10 +20,8 @@ from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.tree_mask import Paths, TreeMask
 
 __all__ = ["Pages", "tree_attention"]
-LEAST_ROWS = 16
-"""Query rows of a tile: the least that a tensor core takes, as few of them are real in a plain step."""
-SPLIT = 8
-"""Blocks of keys that one program takes."""
+LEAST_ROWS = 16  # query rows of a tile: the least that a tensor core takes, as few of them are real in a plain step
+SPLIT = 8  # blocks of keys that one program takes
 
 
 def tree_attention(

@@ -21,8 +21,7 @@ from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
 from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.sampling.selection import Selection
 
-BLOCK = 4096
-"""Tokens that a program looks at together."""
+BLOCK = 4096  # tokens that a program looks at together
 NUM_WARPS = 8
 DIGITS = {torch.bfloat16: 2, torch.float16: 3, torch.float32: 4}
 """Passes over a row that find the k-th largest logit: digits of 8 bits that tell its values apart."""

@@ -31,20 +31,16 @@ from lpr.model.kernels.recurrent_code import (
 from lpr.model.kernels.scan_code import advance_scan, scan_tree
 from lpr.model.tree_mask import TreeMask
 
-BLOCK_M = 16
-"""Entries that linear attention takes at a time, the least of a matrix product."""
-BLOCK_N = 32
-"""Earlier entries at a time; divides a word of bits."""
-MAX_KEYS = 256
-"""Largest size of a key of linear attention, and of a place's state in a selective scan."""
+BLOCK_M = 16  # entries that linear attention takes at a time, the least of a matrix product
+BLOCK_N = 32  # earlier entries at a time; divides a word of bits
+MAX_KEYS = 256  # largest size of a key of linear attention, and of a place's state in a selective scan
 
 Make = Callable[[str, Sequence[int], torch.dtype], Tensor]
 """Memory for what is kept, by name and shape: new, or the same for every step of a captured graph."""
 Advance = Callable[[Tensor], None]
 """Lets states follow the path to an entry of each row, int32 [B], -1 for a row that stays."""
 
-Sizes = dict[str, int]
-"""Constants of a launch."""
+Sizes = dict[str, int]  # constants of a launch
 
 
 @dataclass(frozen=True)
@@ -52,16 +48,11 @@ class Places:
     """Where the entries of B rows of a step, T each, and their states are."""
 
     mask: TreeMask
-    slots: Tensor
-    """[B] int32: the rows' places in the tensors of states."""
-    trunk: Tensor
-    """[B] int32: leading blocks of BLOCK_M entries that are a chain, and ancestors of all later entries."""
-    parents: Tensor
-    """[B, T] int32: of real entries, -1 for what follows the state."""
-    num_kept: int
-    """Most entries behind a trunk."""
-    first: Tensor
-    """[B] int32: the first entry behind the trunk."""
+    slots: Tensor  # [B] int32: the rows' places in the tensors of states
+    trunk: Tensor  # [B] int32: leading blocks of BLOCK_M entries that are a chain, and ancestors of all later entries
+    parents: Tensor  # [B, T] int32: of real entries, -1 for what follows the state
+    num_kept: int  # most entries behind a trunk
+    first: Tensor  # [B] int32: the first entry behind the trunk
 
     @property
     def lengths(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,20 +78,13 @@ class Options(NamedTuple):
 
     solve: bool = False
     """True for the delta rule: an entry writes what its value differs from what the state predicts."""
-    norm: bool = False
-    """True if queries and keys get length 1."""
-    scale: float = 1.0
-    """Of queries."""
-    rate: Tensor | None = None
-    """[H]: the decay is its product with `beta`, a step size; without it decays are given."""
-    bias: Tensor | None = None
-    """[H], added to step sizes."""
-    softplus: bool = False
-    """True if step sizes are softplus of what is given."""
-    limits: tuple[float, float] = (0.0, float("inf"))
-    """Of step sizes."""
-    skip: Tensor | None = None
-    """[H]: values go to the outputs with these factors."""
+    norm: bool = False  # True if queries and keys get length 1
+    scale: float = 1.0  # of queries
+    rate: Tensor | None = None  # [H]: the decay is its product with `beta`, a step size; without it decays are given
+    bias: Tensor | None = None  # [H], added to step sizes
+    softplus: bool = False  # True if step sizes are softplus of what is given
+    limits: tuple[float, float] = (0.0, float("inf"))  # of step sizes
+    skip: Tensor | None = None  # [H]: values go to the outputs with these factors
 
 
 def linear_scan(

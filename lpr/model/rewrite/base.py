@@ -20,18 +20,12 @@ from torch import nn
 
 
 class Stage(IntEnum):
-    """When rewrites are carried out."""
-
-    LOAD = 0
-    """While the model is read: they are final."""
+    LOAD = 0  # while the model is read: they are final
     TREE = 1
     """When an adapter takes the model, whoever holds it: within a step they evaluate trees, outside nothing changes."""
-    FASTER = 2
-    """When an engine prepares a model that has no other user: the same results in fewer or faster calls."""
-    EXACT = 3
-    """When exact mode is prepared."""
-    LATE = 4
-    """When all ranks have checked the model."""
+    FASTER = 2  # when an engine prepares a model that has no other user: the same results in fewer or faster calls
+    EXACT = 3  # when exact mode is prepared
+    LATE = 4  # when all ranks have checked the model
 
 
 @dataclass(frozen=True)
@@ -48,17 +42,12 @@ class Setting:
     """What decides on rewrites besides the model."""
 
     device: torch.device
-    is_ours: bool = True
-    """True if the model was loaded by lpr, so that its weights may be laid out anew."""
+    is_ours: bool = True  # True if the model was loaded by lpr, so that its weights may be laid out anew
     exact: bool = False
-    tp: bool = False
-    """True if ranks share the weights."""
-    has_head: bool = False
-    """True if a prediction head is to guess from hidden states."""
-    compile: str = "off"
-    """"on", "off" or "auto"."""
-    uncaptured: str | None = None
-    """The reason why steps are not captured, which only compiled steps need."""
+    tp: bool = False  # True if ranks share the weights
+    has_head: bool = False  # True if a prediction head is to guess from hidden states
+    compile: str = "off"  # "on", "off" or "auto"
+    uncaptured: str | None = None  # the reason why steps are not captured, which only compiled steps need
     shards: Shards | None = None
 
     @property
@@ -123,7 +112,6 @@ class OwnForward:
         self._forward: Any = type(module).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `module.forward`."""
         return self._forward(self._module(), *args, **kwargs)
 
     def __reduce__(self) -> tuple[type[OwnForward], tuple[nn.Module | None]]:

@@ -59,7 +59,6 @@ class Layout:
         self._places: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
     def note(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """A module has got another one."""
         if any(name == names[-1] for names in GROUPS):
             self._parents[parent] = None
 
@@ -104,7 +103,6 @@ def _members(parent: nn.Module) -> list[list[nn.Linear]]:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -40,8 +40,7 @@ class VocabularyEmbedding(nn.Embedding):
     """An embedding of which every rank has some rows."""
 
     group: dist.ProcessGroup
-    first: int
-    """The first token of them."""
+    first: int  # the first token of them
 
     def forward(self, input: Tensor) -> Tensor:
         """The embeddings of all tokens, each of which one rank has."""
@@ -56,8 +55,7 @@ class VocabularyHead(nn.Linear):
     """An output head that is split along the vocabulary: in a step this rank's logits, elsewhere all of them."""
 
     group: dist.ProcessGroup
-    first: int
-    """The first token of this rank's part."""
+    first: int  # the first token of this rank's part
 
     def forward(self, input: Tensor) -> Tensor:
         """Within a step [..., part], for `whole` to gather outside of a compiled forward; else [..., vocabulary]."""
@@ -86,7 +84,6 @@ def generic_name(name: str) -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -131,7 +128,6 @@ class ShardedLayers(Rewrite):
 
 
 def make_plain(model: PreTrainedModel, plan: Mapping[str, str], group: dist.ProcessGroup, rank: int) -> None:
-    """Carry ShardedLayers out."""
     carry_out(ShardedLayers(), model, Setting(model.device, tp=True, shards=Shards(plan, group, rank)))
 
 

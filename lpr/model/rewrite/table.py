@@ -50,16 +50,13 @@ REWRITES: tuple[Rewrite, ...] = (
 
 @dataclass(frozen=True)
 class Conflict:
-    """What yields to what."""
+    """A rewrite, and the mode or rewrite that it yields to."""
 
     losers: tuple[type[Rewrite], ...]
-    winner: str | type[Rewrite]
-    """A mode (Setting.modes), or a rewrite that is carried out or chosen."""
+    winner: str | type[Rewrite]  # a mode (Setting.modes), or a rewrite that is carried out or chosen
     reason: str
-    only: str = ""
-    """The mode in which they conflict; none: in all."""
-    unless: type[Rewrite] | None = None
-    """Chosen, it lifts the conflict."""
+    only: str = ""  # the mode in which they conflict; none: in all
+    unless: type[Rewrite] | None = None  # chosen, it lifts the conflict
 
 
 _FUSED = (DecoderLayers, GatedMlps, RmsNorms)
@@ -100,12 +97,11 @@ def _holds(what: str | type[Rewrite], model: nn.Module, setting: Setting) -> boo
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one rewrite."""
+    """The outcome of one rewrite."""
 
     name: str
     num_modules: int
-    reason: str | None
-    """None: applied."""
+    reason: str | None  # None: applied
 
     def __str__(self) -> str:
         return f"{self.name}: {self.num_modules or self.reason}"

@@ -77,8 +77,7 @@ def gpu_pick(device: torch.device) -> Callable[[Tensor, Selection], tuple[Tensor
 
 
 _KERNEL = "lpr.model.kernels.sampling_kernel"
-MOST_LIKELY = 32
-"""The most likely tokens that the kernel finds: it goes through a block once for each."""
+MOST_LIKELY = 32  # the most likely tokens that the kernel finds: it goes through a block once for each
 ROWS_AT_ONCE = 64
 """Rows whose log-probabilities are computed together, which bounds the memory of their float32 copies."""
 

@@ -15,8 +15,7 @@ from lpr.model.sampling import specification
 from lpr.model.sampling.selection import Selection
 from lpr.model.threads import team_size
 
-_NONE, _DOUBT = -1, -2
-"""The extension's codes of a row without a choice, and of one that is too close to call."""
+_NONE, _DOUBT = -1, -2  # the extension's codes of a row without a choice, and of one that is too close to call
 
 
 def draw(logits: torch.Tensor, selection: Selection) -> torch.Tensor:

@@ -86,7 +86,6 @@ def _likeliest_of_all(words: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _side_by_side(parts: Tensor) -> Tensor:
-    """[ranks, n, w] as [n, ranks * w]."""
     return parts.transpose(0, 1).flatten(1)
 
 

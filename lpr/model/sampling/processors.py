@@ -35,8 +35,7 @@ class Processors:
 
     def __init__(self, functions: Sequence[Processor]) -> None:
         self.functions = tuple(functions)
-        self.failure: str | None = None
-        """One line on why the last failed node failed, on the rank that evaluated it."""
+        self.failure: str | None = None  # one line on why the last failed node failed, on the rank that evaluated it
 
     @property
     def are_row_by_row(self) -> bool:
@@ -98,7 +97,6 @@ class OutputPenalty:
         self.num_prompt, self.presence, self.frequency = num_prompt, presence, frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [m, V] after paths `input_ids` [m, L]."""
         num_rows, vocabulary = scores.shape
         output = input_ids[:, self.num_prompt :].clamp(max=vocabulary)  # what the model cannot say: a spare column
         counts = torch.zeros(num_rows, vocabulary + 1, dtype=torch.int64, device=scores.device)
@@ -113,7 +111,6 @@ class Forced:
         self.ids, self.num_prompt = ids, num_prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [m, V] after paths `input_ids` [m, L]."""
         place = input_ids.shape[1] - self.num_prompt
         if place >= len(self.ids):
             return scores
@@ -130,7 +127,6 @@ class LogitBias:
         self.biases = to_device(np.array([bias for _, bias in pairs], np.float32), device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [m, V] after paths `input_ids` [m, L]."""
         return scores.index_add(1, self.ids, self.biases.to(scores.dtype).expand(len(scores), -1))
 
 
@@ -152,14 +148,10 @@ class ProcessorPath:
     """The results of one sequence in a step, for following its choices through its processors."""
 
     processors: Processors
-    tokens: Sequence[int]
-    """Committed tokens, the root included."""
-    start: int
-    """Index of its first result among the rows of the step's logits."""
-    node_tokens: Sequence[int]
-    """The tokens of the evaluated nodes; the first is the root."""
-    node_parents: Sequence[int]
-    """Their parents, as indices into `node_tokens`; parents come first."""
+    tokens: Sequence[int]  # committed tokens, the root included
+    start: int  # index of its first result among the rows of the step's logits
+    node_tokens: Sequence[int]  # the tokens of the evaluated nodes; the first is the root
+    node_parents: Sequence[int]  # their parents, as indices into `node_tokens`; parents come first
 
     def follow(self, logits: Tensor, chosen: Tensor, pick: Pick) -> None:
         """Replace this sequence's part of `chosen` [n] by processed choices; `logits` are the step's [n, V].

@@ -28,22 +28,15 @@ class Selection:
 
     words: torch.Tensor
     """Int32 [5n + u or more] (lpr.core.noise_keys.selection_words); the tensors below are made of them at first use."""
-    num_keys: int
-    """u."""
-    num_rows: int
-    """n; 0 if no row is sampled: an argmax has no parameters."""
-    sampled: bool
-    """True if any row is sampled."""
-    filtered: bool
-    """True if any row has a top-k, top-p or min-p limit."""
-    is_wide: bool = False
-    """True if any row has a top-k beyond TOP_K."""
-    first_token: int = 0
-    """The token of the first column of the logits; not 0 where they are a part of the vocabulary."""
+    num_keys: int  # u
+    num_rows: int  # n; 0 if no row is sampled: an argmax has no parameters
+    sampled: bool  # True if any row is sampled
+    filtered: bool  # True if any row has a top-k, top-p or min-p limit
+    is_wide: bool = False  # True if any row has a top-k beyond TOP_K
+    first_token: int = 0  # the token of the first column of the logits; not 0 where they are a part of the vocabulary
     processor_paths: list[ProcessorPath] = field(default_factory=list)
     """The sequences whose choices go through logits processors."""
-    num_logprobs: int | None = None
-    """Alternatives per row with log-probabilities; None disables log-probabilities."""
+    num_logprobs: int | None = None  # alternatives per row with log-probabilities; None disables log-probabilities
 
     @classmethod
     def build(

@@ -21,24 +21,18 @@ from lpr.serve.generation import Choice, DisconnectedError, Event, Generation
 from lpr.serve.inbox import Alarm
 from lpr.serve.text.served import Served
 
-KEEP_ALIVE = 10.0
-"""Seconds without an event after which a stream sends a comment."""
-LARGE = 2048
-"""Tokens of an answer above which it is written beside the event loop."""
-BLOCK = 1024
-"""Bytes to whose multiples `--pad-stream` fills up whatever a stream sends at once."""
+KEEP_ALIVE = 10.0  # seconds without an event after which a stream sends a comment
+LARGE = 2048  # tokens of an answer above which it is written beside the event loop
+BLOCK = 1024  # bytes to whose multiples `--pad-stream` fills up whatever a stream sends at once
 
 
 class Form:
     """The shape of an endpoint's answers, as JSON values."""
 
-    ends_with_done: ClassVar[bool] = True
-    """True if a stream ends with OpenAI's `[DONE]`."""
-    is_heavy = False
-    """True if a stream's events can be so large that they are made beside the event loop."""
+    ends_with_done: ClassVar[bool] = True  # True if a stream ends with OpenAI's `[DONE]`
+    is_heavy = False  # True if a stream's events can be so large that they are made beside the event loop
 
     def whole(self, choices: Sequence[Choice]) -> Any:
-        """The answer of finished choices."""
         raise NotImplementedError
 
     def begin(self, choices: Sequence[Choice]) -> Iterable[Any]:
@@ -62,7 +56,6 @@ class Form:
         return (failure.body(),)
 
     def encode(self, data: Any) -> bytes:
-        """An event as it is sent."""
         return event(data)
 
 
@@ -84,7 +77,6 @@ class OpenAIForm(Form):
         self._options = body.stream_options or StreamOptions()
 
     def choices(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
-        """The finished choices to show."""
         raise NotImplementedError
 
     def delta(self, each: Event) -> dict[str, Any]:
@@ -92,26 +84,21 @@ class OpenAIForm(Form):
         raise NotImplementedError
 
     def finish_reason(self, choice: Choice) -> str | None:
-        """Why a choice has ended."""
         return choice.finish_reason
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """See Form."""
         body = {**self.head, "choices": self.choices(choices), "usage": self._usage(choices)}
         return {**body, **_metrics(choices), **self.extras(choices)}
 
     def step(self, each: Event, choices: Sequence[Choice]) -> dict[str, Any]:
-        """See Form."""
         return self.event(self.delta(each), choices if self._options.continuous_usage_stats else None)
 
     def end(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
-        """See Form."""
         if self._options.include_usage:
             usage = self._usage(choices)
             yield {**self.head, "choices": [], "usage": usage, **_metrics(choices), **self._decoding(choices)}
 
     def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Further fields of a whole answer."""
         return self._decoding(choices)
 
     def event(self, shown: dict[str, Any], choices: Sequence[Choice] | None = None) -> dict[str, Any]:
@@ -236,7 +223,6 @@ async def _events(context: Context, generation: Generation, form: Form) -> Async
 
 
 async def _written(context: Context, form: Form, make: Callable[[], Iterable[Any]]) -> list[bytes]:
-    """The events that `make` returns as they are sent."""
     if form.is_heavy:
         return await context.in_thread(lambda: [form.encode(data) for data in make()])
     return [form.encode(data) for data in make()]
@@ -271,8 +257,6 @@ def event(data: Any, name: str = "") -> bytes:
 
 
 class _EventStream(Response):
-    """Sends events as they are made."""
-
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], block: int, stall: float, end: Callable[[], None]) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from lpr.protocol import Submit
 from lpr.serve.api.answers import Form, event
 from lpr.serve.api.replying import Reply, num_delivered
 from lpr.serve.generation import Choice, Event
-from lpr.serve.jobs import Wanted
-from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import Replies
+from lpr.serve.text.scanner import Piece
 from lpr.serve.text.served import Served
 
 TOKEN_IDS = "lpr.token_ids"
@@ -21,15 +21,11 @@ TOKEN_IDS = "lpr.token_ids"
 
 @dataclass
 class Block:
-    """One block so far."""
-
     index: int
     kind: Literal["thought", "text", "call"]
     id: str
-    name: str = ""
-    """The function's, of a call."""
-    text: str = ""
-    """Of a call, its arguments as JSON."""
+    name: str = ""  # the function's, of a call
+    text: str = ""  # for a call, its arguments as JSON
 
 
 class BlockForm(Form):
@@ -37,25 +33,23 @@ class BlockForm(Form):
 
     ends_with_done: ClassVar[bool] = False
 
-    def __init__(self, served: Served, replies: Replies, wanted: Wanted, shows_ids: bool) -> None:
+    def __init__(self, served: Served, replies: Replies, wanted: Submit, shows_ids: bool) -> None:
         """Show the reply that is `wanted`; in a stream, after the events of each step its token ids if `shows_ids`."""
         self.served = served
         self.blocks: list[Block] = []
-        self.num_prompt = len(wanted.prompt_ids)
+        self.num_prompt = wanted.num_prompt
         self.params = wanted.params
         self._is_begun = bool(wanted.delivered)
         self._shows_ids = shows_ids
-        self._reply = Reply(replies, served.tokens, wanted.prompt_ids, wanted.params)
+        self._reply = Reply(replies, served.tokens, wanted)
         self._is_open = False
 
     @property
     def has_calls(self) -> bool:
-        """True once a tool is called."""
         return self._reply.has_calls
 
     @property
     def num_thought(self) -> int:
-        """Tokens of the thoughts so far."""
         thoughts = "".join(block.text for block in self.blocks if block.kind == "thought")
         return len(self.served.tokens.encode(thoughts, False))
 
@@ -80,11 +74,9 @@ class BlockForm(Form):
         """The events after the last block."""
 
     def begin(self, choices: Sequence[Choice]) -> Iterable[Any]:
-        """See Form."""
         return () if self._is_begun else self.started()
 
     def steps(self, each: Event, choices: Sequence[Choice]) -> Iterator[Any]:
-        """See Form."""
         self._repeat(self._reply.delivered(each.choice, each.chunk.start_character))
         for piece in self._reply.take(each):
             yield from self._take(piece)
@@ -92,12 +84,10 @@ class BlockForm(Form):
             yield {"type": TOKEN_IDS, "token_ids": each.chunk.token_ids}
 
     def end(self, choices: Sequence[Choice]) -> Iterator[Any]:
-        """See Form."""
         yield from self._close()
         yield from self.finished(choices[0])
 
     def encode(self, data: Any) -> bytes:
-        """See Form."""
         return event(data, data["type"])
 
     def read(self, choice: Choice) -> None:
@@ -111,7 +101,6 @@ class BlockForm(Form):
         return choice.job.num_delivered + len(choice.token_ids)
 
     def num_cached(self, choice: Choice) -> int:
-        """Tokens of the prompt that were cached."""
         return min(choice.usage.num_cached, self.num_prompt) if choice.usage is not None else 0
 
     def _repeat(self, pieces: Iterable[Piece]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from lpr.protocol import ErrorCode, TokenLogprobs
+from lpr.protocol import ErrorCode, Submit, TokenLogprobs
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.context import STREAM, Context, aside, begin, context_of, is_long, key_name, unless_gone
 from lpr.serve.api.parsing import JsonRoute
@@ -19,11 +19,10 @@ from lpr.serve.bodies.packed import pack
 from lpr.serve.checks import chat_of
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Choice, Event
-from lpr.serve.jobs import Wanted
 from lpr.serve.sandbox import ExhaustedError
 from lpr.serve.text.conversation import check_templates, is_simple
-from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import PLAIN, Replies
+from lpr.serve.text.scanner import Piece
 from lpr.serve.text.served import Served, spread
 from lpr.serve.text.tokens import LONG, Tokens
 
@@ -42,7 +41,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
 
 async def prepare(
     request: Request, context: Context, served: Served, body: ChatBody, ceiling: int | None = None
-) -> tuple[list[Wanted], Replies]:
+) -> tuple[list[Submit], Replies]:
     """The texts that a conversation asks for, and how they are read; raises ApiError.
 
     `ceiling` is a number of tokens of which as many are meant as fit.
@@ -55,7 +54,7 @@ async def prepare(
 
 async def _prepared(
     request: Request, context: Context, served: Served, body: ChatBody, ceiling: int | None
-) -> tuple[list[Wanted], Replies]:
+) -> tuple[list[Submit], Replies]:
     text = await chat_text(request, served, body)
     replies = served.replies(body, text)
     ids = await _encoded(request, served, text, body)
@@ -73,7 +72,8 @@ async def _prepared(
         more["skip_special_tokens"] = False
     params = served.params(body, room, **more)
     prediction = await aside(request, served.prediction, body, text)
-    return spread(params, ids, body.n or 1, served.delivered(body, params), prediction), replies
+    wanted = Submit.of(ids, params, served.delivered(body, params), prediction=prediction)
+    return spread(wanted, body.n or 1), replies
 
 
 def _schema(format: ResponseFormat | None) -> Any:
@@ -115,7 +115,7 @@ async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeB
 
 
 def chat_asked(request: Request, body: Body) -> ChatBody:
-    """The chat that a body asks for; that of a long one has left its messages in the process that read them."""
+    """The chat of a body. That of a long body has no messages: the process that checked it has rendered them."""
     known, _, _ = getattr(request.state, "rendered", (None, None, None))
     chat = known if known is not None else chat_of(body)
     assert isinstance(chat, ChatBody)
@@ -133,13 +133,13 @@ async def answer_as_chat(
     request: Request,
     served: Served,
     body: Sampling,
-    wanted: list[Wanted],
+    wanted: list[Submit],
     kind: str,
     replies: Replies = PLAIN,
 ) -> Response:
     """Generate what is wanted and answer in the shape of a chat."""
     name = context.name(request, kind, body.request_id)
-    form = _ChatForm(served, body, name, len(wanted[0].prompt_ids), replies)
+    form = _ChatForm(served, body, name, wanted[0].num_prompt, replies)
     return await answer(context, request, name, context.generation(request, body, wanted), form, body.stream)
 
 
@@ -160,7 +160,7 @@ class _ChatForm(OpenAIForm):
         return answer if self._fields is None else {name: answer[name] for name in self._fields if name in answer}
 
     def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        prompt = {"prompt_token_ids": choices[0].job.prompt_ids} if self.body.return_token_ids else {}
+        prompt = {"prompt_token_ids": choices[0].job.submit.prompt_ids} if self.body.return_token_ids else {}
         return {**prompt, **super().extras(choices)}
 
     def choices(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
@@ -212,7 +212,6 @@ class _ChatForm(OpenAIForm):
         return self._parts(reply, reply.take(each))
 
     def _parts(self, reply: Reply, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """What some pieces add to a message."""
         shown: dict[str, Any] = {}
         for kind, name in (("thought", "reasoning_content"), ("text", "content")):
             if text := "".join(piece.text for piece in pieces if piece.kind == kind):
@@ -223,8 +222,7 @@ class _ChatForm(OpenAIForm):
 
     def _reply(self, choice: Choice) -> Reply:
         if choice.index not in self._read:
-            reply = Reply(self._replies, self.served.tokens, choice.job.prompt_ids, choice.job.params)
-            self._read[choice.index] = reply
+            self._read[choice.index] = Reply(self._replies, self.served.tokens, choice.job.submit)
         return self._read[choice.index]
 
     def _content(self, text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
-from lpr.protocol import TokenLogprobs
+from lpr.protocol import Submit, TokenLogprobs
 from lpr.serve import limits
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.chat import answer_as_chat
@@ -19,14 +19,12 @@ from lpr.serve.bodies.completions import CompletionBody
 from lpr.serve.bodies.infill import FimBody
 from lpr.serve.errors import bad
 from lpr.serve.generation import Choice, Event
-from lpr.serve.jobs import Wanted
 from lpr.serve.text.served import Served, fresh_seed, spread
 from lpr.serve.text.tokens import Tokens
 
 router = APIRouter(route_class=JsonRoute)
 
-MOST_IN_HOLE = 512
-"""Tokens of a middle where `max_tokens` is left out, if they fit."""
+MOST_IN_HOLE = 512  # tokens of a middle where `max_tokens` is left out, if they fit
 
 
 @router.post("/v1/completions", summary="Continue a prompt, or fill in the middle", responses=STREAM)
@@ -46,7 +44,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
         if count > limits.LOGPROBS.most:
             most = f"more than the {limits.LOGPROBS.most} that an answer holds"
             raise bad("logprobs", f"logprobs: the prompts' {count} log-probabilities are {most}")
-    wanted: list[Wanted] = []
+    wanted: list[Submit] = []
     if body.max_tokens != 0:
         rooms = [served.room(body, len(ids), body.max_tokens) for ids in prompts]
         grammar = await context.grammar(request, body.response_format)
@@ -72,7 +70,7 @@ async def fill(body: FimBody, request: Request) -> Response:
     plain = CompletionBody.model_construct(**fields)
     most = body.max_tokens if body.max_tokens is not None else min(MOST_IN_HOLE, served.most(len(ids)))
     params = served.params(plain, served.room(plain, len(ids), most), stop_token_ids=filler.end_ids)
-    wanted = [Wanted(prompt_ids=ids, params=params, delivered=served.delivered(plain, params))]
+    wanted = [Submit.of(ids, params, served.delivered(plain, params))]
     return await answer_as_chat(context, request, served, plain, wanted, "fim")
 
 
@@ -115,7 +113,7 @@ def _wanted(
     prompts: Sequence[list[int]],
     rooms: Sequence[int],
     grammar: str,
-) -> list[Wanted]:
+) -> list[Submit]:
     """The texts to generate; raises ApiError. The parameters are validated once, and differ in few values."""
     more: dict[str, Any] = {"stop_token_ids": served.need_filler("suffix").end_ids} if body.suffix else {}
     best_of = _best_of(body)
@@ -123,14 +121,14 @@ def _wanted(
         more["logprobs"] = body.logprobs or 0
     params = served.params(body, rooms[0], grammar=grammar, **more)
     named = served.prediction(body, "")  # once for all prompts, as it may be long
-    wanted: list[Wanted] = []
+    wanted: list[Submit] = []
     for text, ids, room in zip(given, prompts, rooms, strict=True):
         prediction = named
         if body.prediction is None and isinstance(text, str) and not body.suffix:
             prediction = served.prediction(body, text)
         seed = body.seed if body.seed is not None else fresh_seed()
         varied = params.vary(max_new_tokens=room, seed=seed)
-        wanted += spread(varied, ids, best_of, served.delivered(body, varied), prediction)
+        wanted += spread(Submit.of(ids, varied, served.delivered(body, varied), prediction=prediction), best_of)
     if body.delivered_token_ids and len(wanted) != 1:
         raise bad("delivered_token_ids", "delivered_token_ids goes with one prompt")
     return wanted
@@ -152,10 +150,10 @@ def _ids(served: Served, body: CompletionBody, prompt: str | list[int]) -> list[
     return ids
 
 
-def _scored(ids: list[int], logprobs: int) -> Wanted:
+def _scored(ids: list[int], logprobs: int) -> Submit:
     """A request whose output is forced to be a prompt from its second token on, for the log-probability of each."""
     params = SamplingParams(max_new_tokens=len(ids) - 1, forced_ids=tuple(ids[1:]), logprobs=logprobs, ignore_eos=True)
-    return Wanted(prompt_ids=ids[:1], params=params)
+    return Submit.of(ids[:1], params)
 
 
 class _CompletionForm(OpenAIForm):
@@ -169,8 +167,7 @@ class _CompletionForm(OpenAIForm):
         self._logprobs = body.logprobs
         self._n, self._per_prompt = body.n or 1, _best_of(body)
         self._prompts, self._echoes = prompts, echoes
-        self._offsets: dict[int, int] = {}
-        """Per choice, the characters that a stream has shown log-probabilities of."""
+        self._offsets: dict[int, int] = {}  # per choice, the characters that a stream has shown log-probabilities of
 
     def choices(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         shown: list[dict[str, Any]] = []
@@ -197,7 +194,7 @@ class _CompletionForm(OpenAIForm):
             logprobs = self._after_prompt(choice, logprobs) if begins else logprobs
         more: dict[str, Any] = {"token_ids": chunk.token_ids, "sources": chunk.sources or []}
         if begins:
-            more["prompt_token_ids"] = choice.job.prompt_ids
+            more["prompt_token_ids"] = choice.job.submit.prompt_ids
         text = (echo if begins else "") + each.text
         return self.shown(choice.index, {"text": text}, logprobs, choice, **more)
 
@@ -225,7 +222,8 @@ class _CompletionForm(OpenAIForm):
             offset = self._first_offset(choice)
             logprobs = _logprobs(self.served.tokens, choice.token_ids, choice.logprobs, offset)
             logprobs = self._after_prompt(choice, logprobs)
-        more = {"token_ids": choice.token_ids, "prompt_token_ids": choice.job.prompt_ids, "sources": choice.sources}
+        more: dict[str, Any] = {"token_ids": choice.token_ids, "sources": choice.sources}
+        more["prompt_token_ids"] = choice.job.submit.prompt_ids
         return self.shown(index, {"text": echo + choice.text}, logprobs, choice, **more)
 
     def _first_offset(self, choice: Choice) -> int:

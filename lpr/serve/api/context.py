@@ -7,21 +7,22 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
 from lpr.fleet.affinity import prefix_keys
-from lpr.protocol import ErrorCode
+from lpr.protocol import ErrorCode, Submit
 from lpr.serve import limits
 from lpr.serve.bodies.completions import ResponseFormat, Sampling
 from lpr.serve.errors import ApiError, bad
-from lpr.serve.generation import DisconnectedError, Generation
-from lpr.serve.jobs import Terms, Wanted
+from lpr.serve.generation import DisconnectedError, Generation, TextLimit, disconnected
+from lpr.serve.limits import PRIORITY
 from lpr.serve.metrics import Metrics
 from lpr.serve.sandbox import ExhaustedError, Sandbox, sandbox
 from lpr.serve.service import Service
@@ -34,8 +35,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {}}}}
 }
 """In the schema of an endpoint whose answers can be streams."""
-NUM_THREADS = 2
-"""Long texts that are encoded at once."""
+NUM_THREADS = 2  # long texts that are encoded at once
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -47,12 +47,9 @@ class Context:
     service: Service
     metrics: Metrics
     request_timeout: float  # in seconds
-    share_drafts: str = "key"
-    """Requests that share drafts: "none", those of a "key", or "all"."""
-    pad_stream: bool = False
-    """Pad what streams send to blocks of one size."""
-    stream_interval: float = 0.0
-    """Seconds between the events of a stream; 0: one event per step."""
+    share_drafts: str = "key"  # requests that share drafts: "none", those of a "key", or "all"
+    pad_stream: bool = False  # pad what streams send to blocks of one size
+    stream_interval: float = 0.0  # seconds between the events of a stream; 0: one event per step
     served: Served | None = None  # None until the model is loaded
     open: dict[tuple[str, str], tuple[Generation, str]] = field(default_factory=dict)
     """Running requests by the name of their key and their id, with the X-Request-Id of the answer, which several may
@@ -60,12 +57,10 @@ class Context:
     trace: Callable[[Request, Generation], None] | None = None
     """Called with every answered request, if spans are wanted."""
 
-    names_prefix: bool = False
-    """Answers carry the keys of their prompt's prefix, which a router of a fleet asks for."""
+    names_prefix: bool = False  # answers carry the keys of their prompt's prefix, which a router of a fleet asks for
     _starting: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Make what works beside the event loop, in turns that are shared among keys."""
         weights = self.service.weights
         self.checks: Sandbox = sandbox(
             "lpr.serve.checks", limits.BODY_TIME, limits.BODY_MEMORY, limits.PROCESSES.most, weights
@@ -85,14 +80,12 @@ class Context:
         task.add_done_callback(self._starting.discard)
 
     async def close(self) -> None:
-        """End them."""
         for task in list(self._starting):
             task.cancel()
         await self.checks.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def load(self, served: Served) -> None:
-        """Serve a model from now on."""
         self._prepare_checks(served)
         self.served = served
         self.start()
@@ -175,14 +168,24 @@ class Context:
             full = f"{kind}-{request.state.request_id}-{secrets.token_hex(4)}"
         return full
 
-    def generation(self, request: Request, body: Sampling | None, wanted: Sequence[Wanted], **more: Any) -> Generation:
-        """Accept the texts that a request wants; `more` as Generation takes it. Raises ApiError."""
-        terms = Terms(key=key_name(request), tenant=self.tenant(request))
+    def generation(
+        self,
+        request: Request,
+        body: Sampling | None,
+        wanted: Sequence[Submit],
+        scored: Sequence[Submit] = (),
+        limits: Callable[[], TextLimit] | None = None,
+    ) -> Generation:
+        """Accept the texts that a request wants, as its key and its body have them treated. Raises ApiError."""
+        key = key_name(request)
+        common: dict[str, Any] = {"share": key, "weight": self.service.weights.get(key, 1.0)}
+        common |= {"tenant": self.tenant(request), "learns": self.share_drafts != "none"}
         if body is not None:
-            most = limits.PRIORITY.most
-            priority = max(-most, min(most, body.priority))
-            terms = replace(terms, priority=priority, details=bool(body.return_sources))
-        return Generation(self.service, wanted, request.receive, timeout=self.request_timeout, terms=terms, **more)
+            common["priority"] = max(-PRIORITY.most, min(PRIORITY.most, body.priority))
+        details = body is not None and bool(body.return_sources)
+        texts = [msgspec.structs.replace(each, **common, details=details) for each in wanted]
+        known = [msgspec.structs.replace(each, **common) for each in scored]
+        return Generation(self.service, texts, request.receive, self.request_timeout, key, limits, known)
 
     @contextmanager
     def running(self, request: Request, name: str, generation: Generation) -> Iterator[None]:
@@ -199,7 +202,7 @@ class Context:
             generation.cancel()
             choices = generation.choices
             request.state.log = {
-                "prompt_tokens": sum(len(choice.job.prompt_ids) for choice in choices),
+                "prompt_tokens": sum(choice.job.submit.num_prompt for choice in choices),
                 "completion_tokens": sum(len(choice.token_ids) for choice in choices),
                 "steps": sum(choice.num_steps for choice in choices),
                 "finish": [choice.finish_reason or "abort" for choice in choices],
@@ -246,7 +249,7 @@ def is_long(request: Request) -> bool:
 
 async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:
     """The result of `work`. If the client goes first, `work` is cancelled; raises DisconnectedError then."""
-    working, gone = asyncio.ensure_future(work), asyncio.create_task(_disconnect(receive))
+    working, gone = asyncio.ensure_future(work), asyncio.create_task(disconnected(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -258,18 +261,12 @@ async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def key_name(request: Request) -> str:
     """The name of a request's key; "" if none is needed."""
     return str(getattr(request.state, "key_name", ""))
 
 
 def context_of(request: Request) -> Context:
-    """The context of the application."""
     found: Any = request.app.state.context
     assert isinstance(found, Context)
     return found

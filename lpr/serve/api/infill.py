@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
+from lpr.protocol import Submit
 from lpr.serve.api.answers import Form, answer
 from lpr.serve.api.context import STREAM, aside, begin
 from lpr.serve.api.parsing import JsonRoute
@@ -21,8 +22,7 @@ from lpr.serve.text.served import Served, fresh_seed, samplers_of, sampling, spr
 
 router = APIRouter(route_class=JsonRoute)
 
-MOST = 512
-"""Tokens of a middle where `n_predict` is -1."""
+MOST = 512  # tokens of a middle where `n_predict` is -1
 
 
 class LineLimit:
@@ -76,7 +76,7 @@ async def infill(body: InfillBody, request: Request) -> Response:
     count = body.n_predict if body.n_predict >= 0 else min(MOST, served.facts.max_length // 4)
     ids, truncated = await aside(request, _prompt, served, body, max(1, count))
     params = _params(served, body, min(max(1, count), served.most(len(ids))))
-    wanted = spread(params, ids, 1 if body.n_predict == 0 else body.n_cmpl)
+    wanted = spread(Submit.of(ids, params), 1 if body.n_predict == 0 else body.n_cmpl)
     generation = context.generation(
         request, None, wanted, limits=lambda: LineLimit(body.n_indent, body.t_max_predict_ms).take
     )
@@ -87,7 +87,6 @@ async def infill(body: InfillBody, request: Request) -> Response:
 
 
 def _prompt(served: Served, body: InfillBody, count: int) -> tuple[list[int], bool]:
-    """The prompt's ids, and whether it was truncated."""
     prefix = body.input_prefix + body.prompt
     room = served.facts.max_length - count
     if room < 2:
@@ -146,7 +145,7 @@ class _InfillForm(Form):
 
     def _finished(self, choice: Choice) -> dict[str, Any]:
         job, usage = choice.job, choice.usage
-        num_prompt, num_output = len(job.prompt_ids), len(choice.token_ids)
+        num_prompt, num_output = job.submit.num_prompt, len(choice.token_ids)
         begun = job.begun or job.arrived
         prompt_ms = 1e3 * ((job.first or begun) - begun)
         predict_ms = 1e3 * ((job.latest or 0.0) - (job.first or 0.0))

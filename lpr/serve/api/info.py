@@ -26,10 +26,8 @@ from lpr.serve.text.fim import FAMILIES
 from lpr.serve.text.served import Served
 
 router = APIRouter(route_class=JsonRoute)
-health = APIRouter()
-"""What load balancers ask."""
-measuring = APIRouter()
-"""What Prometheus asks."""
+health = APIRouter()  # what load balancers ask
+measuring = APIRouter()  # what Prometheus asks
 
 
 @router.get("/v1/models", summary="The served models")

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from lpr.protocol import ErrorCode
+from lpr.protocol import ErrorCode, Submit
 from lpr.serve.api.answers import answer
 from lpr.serve.api.blocks import Block, BlockForm
 from lpr.serve.api.chat import chat_asked, chat_ids, prepare
@@ -17,7 +17,6 @@ from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.bodies.messages import CountBody, MessagesBody
 from lpr.serve.errors import ApiError, anthropic_error
 from lpr.serve.generation import Choice
-from lpr.serve.jobs import Wanted
 from lpr.serve.text.replies import Replies
 from lpr.serve.text.served import Served
 
@@ -61,7 +60,7 @@ _USAGE: dict[str, Any] = {
 
 
 class _MessageForm(BlockForm):
-    def __init__(self, served: Served, replies: Replies, wanted: Wanted, body: MessagesBody, id: str) -> None:
+    def __init__(self, served: Served, replies: Replies, wanted: Submit, body: MessagesBody, id: str) -> None:
         super().__init__(served, replies, wanted, bool(body.return_token_ids))
         head = {"id": id, "type": "message", "role": "assistant", "model": served.check_model(body.model)}
         self._head = {**head, "container": None}

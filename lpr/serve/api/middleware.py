@@ -28,21 +28,15 @@ from lpr.serve.options import ServeArgs
 
 OPEN_PATHS = frozenset(("/", "/health", "/livez", "/readyz", "/metrics"))
 """Paths that need no key unless all are protected."""
-_UNLOGGED = OPEN_PATHS - {"/"}
-"""Probes come every few seconds and would hide other requests."""
-_HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,200}")
-"""Ids of requests that are taken from clients."""
-MOST_WEIGHT = 1000.0
-"""The largest weight of a key; the smallest is 1 over it."""
-BODY_SECONDS = float(limits.BODY_SECONDS.most)
-"""Time for a request's body to arrive."""
+_UNLOGGED = OPEN_PATHS - {"/"}  # probes come every few seconds and would hide other requests
+_HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,200}")  # ids of requests that are taken from clients
+MOST_WEIGHT = 1000.0  # the largest weight of a key; the smallest is 1 over it
+BODY_SECONDS = float(limits.BODY_SECONDS.most)  # time for a request's body to arrive
 Parse = Callable[[Scope, bytes, Receive], Awaitable[None]]
 """Checks a request's body, and notes its value in the scope; raises ApiError or DisconnectedError."""
 
 
 class Keys:
-    """The API keys."""
-
     def __init__(self, keys: Iterable[tuple[str, str]] = (), weights: Mapping[str, float] | None = None) -> None:
         """Keep the digests of `keys`, pairs of name and key. Equal lengths are compared in constant time.
 
@@ -53,7 +47,6 @@ class Keys:
         self.weights = {name: (weights or {}).get(name, 1.0) for name in self.names}
 
     def __bool__(self) -> bool:
-        """True if requests need a key."""
         return bool(self._digests)
 
     def name_of(self, key: str) -> str | None:
@@ -143,7 +136,6 @@ class Guard:
         self._most_arriving = max(limits.BODIES.most, 4 * args.max_body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -20,8 +20,6 @@ from lpr.serve.text.tokens import LONG
 
 
 class Parser:
-    """Parses the bodies of some routes."""
-
     def __init__(self, sandbox: Sandbox, kinds: Mapping[str, str], has_keys: bool) -> None:
         """`kinds` has the name of the class of lpr.serve.bodies for each path; `sandbox` does the tasks of `checks`.
 
@@ -61,10 +59,7 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose requests are JsonRequests."""
-
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See APIRoute."""
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:

@@ -7,26 +7,24 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from lpr.config import SamplingParams
+from lpr.protocol import Submit
 from lpr.serve.generation import Choice, Event
-from lpr.serve.text.reader import Piece
 from lpr.serve.text.replies import Replies
+from lpr.serve.text.scanner import Piece
 from lpr.serve.text.tokens import Tokens
 
 
 class Reply:
-    """The reply of one choice."""
-
-    def __init__(self, replies: Replies, tokens: Tokens, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Read what follows `prompt_ids`; they and the seed decide the ids of calls, which every service so makes."""
+    def __init__(self, replies: Replies, tokens: Tokens, wanted: Submit) -> None:
+        """Read what follows a prompt; it and the seed decide the ids of calls, which every service so makes."""
+        seed = wanted.params.seed % 2**64
         self._replies, self._tokens = replies, tokens
-        self._salt = blake2b(array("q", prompt_ids).tobytes(), key=(params.seed % 2**64).to_bytes(8, "little"))
+        self._salt = blake2b(array("q", wanted.prompt_ids).tobytes(), key=seed.to_bytes(8, "little"))
         self._reader = replies.reader()
         self._is_begun = False
 
     @property
     def has_calls(self) -> bool:
-        """True once it calls a tool."""
         return self._reader.num_calls > 0
 
     def call_id(self, number: int) -> str:
@@ -41,17 +39,15 @@ class Reply:
         if not is_first or not choice.job.num_delivered:
             return []
         ids = choice.job.token_ids[: choice.job.num_delivered]
-        skip = choice.job.params.skip_special_tokens
+        skip = choice.job.submit.params.skip_special_tokens
         return self._reader.feed(self._tokens.decode(ids, skip_special_tokens=skip)[: max(0, num_characters)])
 
     def take(self, each: Event) -> list[Piece]:
-        """The pieces that are certain with a step."""
         self.delivered(each.choice, each.chunk.start_character)
         reason = each.choice.finish_reason
         return self._reader.feed(each.text, reason is not None, cut=reason != "stop")
 
     def whole(self, choice: Choice) -> list[Piece]:
-        """All pieces of a finished choice."""
         self.delivered(choice, num_delivered(choice))
         return self._reader.feed(choice.text, True, cut=choice.finish_reason != "stop")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from lpr.protocol import Submit
 from lpr.serve.api.answers import answer
 from lpr.serve.api.blocks import Block, BlockForm
 from lpr.serve.api.chat import chat_asked, prepare
@@ -16,7 +17,6 @@ from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.bodies.responses import Format, Reasoning, ResponsesBody, TextOptions, WebSearch
 from lpr.serve.errors import ApiError
 from lpr.serve.generation import Choice
-from lpr.serve.jobs import Wanted
 from lpr.serve.text.replies import Replies
 from lpr.serve.text.served import Served
 
@@ -45,7 +45,7 @@ async def respond(body: ResponsesBody, request: Request) -> Response:
 
 
 class _ResponseForm(BlockForm):
-    def __init__(self, served: Served, replies: Replies, wanted: Wanted, body: ResponsesBody, id: str) -> None:
+    def __init__(self, served: Served, replies: Replies, wanted: Submit, body: ResponsesBody, id: str) -> None:
         super().__init__(served, replies, wanted, bool(body.return_token_ids))
         self._number = 0
         self._names = {shown: (each.name, namespace) for shown, namespace, each in body.functions if namespace}
@@ -160,7 +160,7 @@ def _logprobs(block: Block) -> dict[str, Any]:
 
 
 def _text(options: TextOptions) -> dict[str, Any]:
-    """What a response says of its text's form: only a schema has a name."""
+    """The `text` field of a response: only a schema has a name."""
     said = options.model_dump(by_alias=True, exclude_none=True)
     form = options.format or Format()
     return said if form.type == "json_schema" else {**said, "format": {"type": form.type}}

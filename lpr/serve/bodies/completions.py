@@ -92,7 +92,6 @@ class RefusalPart(Body):
 
     @property
     def text(self) -> str:
-        """The refusal."""
         return self.refusal
 
 
@@ -176,7 +175,6 @@ class ToolCall(Body):
 
     @classmethod
     def of(cls, id: str, name: str, arguments: str) -> ToolCall:
-        """A call of validated fields."""
         function = CalledFunction.model_construct(name=name, arguments=arguments)
         return cls.model_construct(id=id, type="function", function=function)
 
@@ -200,7 +198,6 @@ class Tool(Body):
 
     @classmethod
     def of(cls, name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> Tool:
-        """A tool of validated fields."""
         function = Function.model_construct(name=name, description=description, parameters=parameters, strict=strict)
         return cls.model_construct(type="function", function=function)
 
@@ -219,7 +216,6 @@ class NamedChoice(Body):
 
     @classmethod
     def of(cls, name: str) -> NamedChoice:
-        """The choice of a validated name."""
         return cls.model_construct(type="function", function=FunctionChoice.model_construct(name=name))
 
 
@@ -265,8 +261,7 @@ class Message(Body):
         return shown | {name: value for name, value in more.items() if value is not None}
 
 
-_FUNCTION = "call_000000000000000000000000"
-"""The id of a call that has none."""
+_FUNCTION = "call_000000000000000000000000"  # the id of a call that has none
 Messages = Annotated[Few[Message], Field(min_length=1, max_length=limits.MESSAGES.most), few_parts]
 Tools = Annotated[Few[Tool], Field(max_length=limits.TOOLS.most), few_tool_values]
 

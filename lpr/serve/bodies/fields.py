@@ -153,8 +153,7 @@ few_ids = _at_most(limits.IDS.most, _num_ids, "token ids")
 few_parts = _at_most(limits.MESSAGES.most, _num_parts, "messages and parts")
 few_tool_values = _at_most(limits.TOOL_VALUES.most, _num_tool_values, "values")
 few_call_values = _at_most(limits.CALL_VALUES.most, _num_call_values, "values")
-Ignored = Annotated[Any, few_values]
-"""A field without effect."""
+Ignored = Annotated[Any, few_values]  # a field without effect
 
 
 class Only:

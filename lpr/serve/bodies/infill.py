@@ -47,8 +47,7 @@ class InfillBody(Harmless):
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[Few[ExtraFile], Field(max_length=limits.PIECES.most)] = []
-    prompt: str = ""
-    """The text between prefix and hole: the line up to the cursor."""
+    prompt: str = ""  # the text between prefix and hole: the line up to the cursor
     n_predict: MaybeCount = -1  # -1: 512, or a quarter of the model's limit. 0: only fill the cache
     n_indent: Natural = 0  # end before a line that is indented by less than this many characters
     n_cmpl: Choices = 1
@@ -56,8 +55,7 @@ class InfillBody(Harmless):
     """End after this time, once a line is complete; counted from the first token. 0: no limit."""
     id_slot: Int = -1  # only shown in the answer
     samplers: Samplers | None = None  # of top_k, top_p, min_p, temperature and penalties, those in this list are used
-    response_fields: Names | None = None
-    """Answer with these fields only; "a/b" is field b of a."""
+    response_fields: Names | None = None  # answer with these fields only; "a/b" is field b of a
     temperature: Temperature = 0.0
     top_k: TopK = 0
     top_p: TopP = 1.0

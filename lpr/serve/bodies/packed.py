@@ -12,8 +12,7 @@ import msgspec
 
 from lpr.serve.bodies.fields import Body
 
-_BODY = 1
-"""Code of msgpack's extension type."""
+_BODY = 1  # code of msgpack's extension type
 
 
 def pack(value: Any) -> bytes:
@@ -22,7 +21,6 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What was packed."""
     return msgspec.msgpack.decode(data, ext_hook=_unpacked)
 
 
@@ -48,7 +46,6 @@ def _name(kind: type[Body]) -> str:
 
 @cache
 def _classes() -> dict[str, type[Body]]:
-    """All classes of bodies by their names."""
     found: dict[str, type[Body]] = {}
     level: list[type[Body]] = [Body]
     while level:

@@ -278,7 +278,7 @@ def _messages(items: Sequence[Said | Called | Returned | Thought]) -> tuple[list
 
 
 def _add(message: Message, item: Said | Called | Thought) -> None:
-    """Add what an answer had to its message."""
+    """Add a part of an answer to its message."""
     if isinstance(item, Said):
         message.content = joined(item.content)
     elif isinstance(item, Thought):

@@ -7,8 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 
-SOCKET = "LPR_SERVE_SOCKET"
-"""Environment variable that tells rank 0 where the front listens."""
+SOCKET = "LPR_SERVE_SOCKET"  # environment variable that tells rank 0 where the front listens
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
             "MASTER_PORT")  # fmt: skip
 """Environment variables of a launcher's ranks."""
@@ -16,12 +15,10 @@ ORIGIN = "LPR_SERVE_ORIGIN"
 """Environment variable that names one start of the ranks, so that a driver recognises its own shared drafts."""
 SECRETS = "LPR_SERVE_SECRETS"
 """Environment variable with flags that are not in a process's command line, which every user can read: JSON."""
-KEYS = ("--api-key", "--api-key-file")
-"""Flags with the keys of clients, which ranks do not need."""
+KEYS = ("--api-key", "--api-key-file")  # flags with the keys of clients, which ranks do not need
 LONGEST_FOLDER = 64
 """Bytes of a folder's name that leave room for a socket's name: Linux takes 107 bytes in all, macOS 103."""
-SECRET_FLAGS = (*KEYS, "--draft-store")
-"""Flags that may hold secrets."""
+SECRET_FLAGS = (*KEYS, "--draft-store")  # flags that may hold secrets
 
 
 def socket_folder() -> str | None:

@@ -33,10 +33,8 @@ from lpr.serve.ranks.line import PULSE_EVERY, FrontGoneError, Line
 if TYPE_CHECKING:
     from lpr.fleet.sharing import SharedDrafts  # its client is an optional package
 
-MOST_READ = 1024
-"""Delivered tokens of new requests that are read between two steps, at least those of one request."""
-COMPILING_EVERY = 0.005
-"""Seconds between two looks at grammars that are compiled, without other work."""
+MOST_READ = 1024  # delivered tokens of new requests that are read between two steps, at least those of one request
+COMPILING_EVERY = 0.005  # seconds between two looks at grammars that are compiled, without other work
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -73,7 +71,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
 def _drive(engine: Engine, line: Line, model: str, args: ServeArgs, takes_over: bool) -> None:
     kept = _kept_trie(args.trie, engine, loads=not takes_over)
     with _stopped(engine, line), kept, _shared(args, engine, line) as drafts:
-        EngineBridge(engine, line, model, learns=args.share_drafts != "none", drafts=drafts).run()
+        EngineBridge(engine, line, model, drafts).run()
 
 
 @contextlib.contextmanager
@@ -132,31 +130,25 @@ def _tell(line: Line | None, stage: str, number: int) -> None:
 class EngineBridge(StepHooks):
     """Between the front's socket and rank 0's engine."""
 
-    def __init__(
-        self, engine: Engine, line: Line, model: str, learns: bool = True, drafts: SharedDrafts | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, line: Line, model: str, drafts: SharedDrafts | None = None) -> None:
         """Connect `engine` and `line`; raises InputError for a model that cannot be served.
 
-        After a change of drivers the engine holds requests already, and the front says which of them go on. `learns`
-        lets requests draft from the outputs of others of their tenant. `drafts` shares these with other replicas.
+        After a change of drivers the engine holds requests already, and the front says which of them go on. `drafts`
+        shares outputs with other replicas.
         """
         self.engine = engine
         self.overlaps = engine.model.device.type == "cuda"
         """True if the device works while the host goes on: then chunks are sent while the next step runs."""
         self._drafts = drafts
-        self._learns = learns
         self._line = line
         self._open: dict[int, Request] = {}
-        self._new: dict[int, Submit] = {}
-        """Requests that are not submitted yet."""
+        self._new: dict[int, Submit] = {}  # requests that are not submitted yet
         self._compiling: dict[int, Future[Any]] = {}
         """Grammars of some of these, without which a step would wait for them."""
         self._num_steps = 0
-        self._ready: list[Chunk] = []
-        """Chunks outside steps, to be sent with the next ones."""
+        self._ready: list[Chunk] = []  # chunks outside steps, to be sent with the next ones
         self._advanced: list[Request] = []
-        self._begun: set[int | str] = set()
-        """Requests with a slot, as the front was told."""
+        self._begun: set[int | str] = set()  # requests with a slot, as the front was told
         line.moved(self._load())
         line.send(facts_of(engine, model))
 
@@ -215,7 +207,6 @@ class EngineBridge(StepHooks):
         self._begun = running
 
     def while_busy(self) -> None:
-        """Send what the step before added."""
         if self.overlaps:
             self._send()
 
@@ -231,7 +222,7 @@ class EngineBridge(StepHooks):
         return COMPILING_EVERY if self._compiling else PULSE_EVERY if self._is_idle else 0.0
 
     def _learn(self) -> None:
-        """Learn some of what other replicas have finished, and hand over a snapshot if one is due."""
+        """Learn some finished outputs of other replicas, and hand over a snapshot if one is due."""
         if self._drafts is None:
             return
         batch = self._drafts.take()
@@ -241,7 +232,7 @@ class EngineBridge(StepHooks):
             self._drafts.offer(tenant, *self.engine.learned(tenant))
 
     def _send(self) -> None:
-        """Send what steps have added since the last call."""
+        """Send the chunks since the last call."""
         chunks, self._ready = self._ready, []
         for request in self._advanced:
             if not isinstance(request.id, int) or request.id not in self._open:
@@ -263,26 +254,11 @@ class EngineBridge(StepHooks):
 
     def _submit(self, message: Submit) -> Iterator[Chunk]:
         """Submit a request, or continue one that the ranks hold; yields what can be sent at once."""
-        id, num_prompt = int(message.id), message.num_prompt
-        delivered = message.token_ids[num_prompt:]
+        id = int(message.id)
         request = self.engine.requests.get(id)
         try:
             if request is None:
-                request = self.engine.submit(
-                    message.token_ids[:num_prompt],
-                    message.params,
-                    id=id,
-                    priority=message.priority,
-                    delivered=delivered,
-                    tenant=message.tenant,
-                    share=message.share,
-                    weight=message.weight,
-                    learns=self._learns,
-                    details=message.details,
-                    arrived=message.arrived,
-                    prediction=message.prediction,
-                    predicted=message.predicted,
-                )
+                request = self.engine.submit(message)
             else:
                 request.take()  # sent again below
         except InputError as failure:
@@ -292,7 +268,7 @@ class EngineBridge(StepHooks):
             self._drafts.follow(message.tenant)
         self._open[id] = request
         if request.num_output:
-            yield request.resend(len(delivered))
+            yield request.resend(len(message.token_ids) - message.num_prompt)
 
     def _finish(self, message: Finish) -> None:
         """End a request whose text is complete, and send its usage at once, as the client waits for it."""

@@ -19,8 +19,7 @@ import msgspec
 from lpr.protocol import ProtocolError
 from lpr.serve.messages import PROTOCOL, FrameReader, Hello, Load, Pulse, ToDriver, ToFront, frame, is_ours
 
-PULSE_EVERY = 1.0
-"""Seconds between two pulses."""
+PULSE_EVERY = 1.0  # seconds between two pulses
 
 
 class FrontGoneError(RuntimeError):
@@ -28,8 +27,6 @@ class FrontGoneError(RuntimeError):
 
 
 class Line:
-    """The connection to the front."""
-
     def __init__(self, path: Path, timeout: float = 30.0, epoch: int = 0, loaded: bool = False) -> None:
         """Connect within `timeout` seconds and send Hello; raises FrontGoneError if no front listens."""
         self._socket = socket.socket(socket.AF_UNIX)
@@ -62,7 +59,6 @@ class Line:
         self._load, self._moved = load, time.monotonic()
 
     def send(self, message: ToFront) -> None:
-        """Queue a message to the front."""
         self._outgoing.put(frame(message))
 
     def take(self, wait: float) -> list[ToDriver]:

@@ -24,8 +24,7 @@ from lpr.serve.options import parse
 from lpr.serve.ranks import LAUNCHER, SOCKET, conceal, concealed, socket_folder
 from lpr.serve.ranks.line import FrontGoneError, Line
 
-_RANK_0_SPEAKS = 10.0
-"""Seconds that other ranks stay after bad input. The launcher ends them once rank 0 has left."""
+_RANK_0_SPEAKS = 10.0  # Seconds that other ranks stay after bad input. The launcher ends them once rank 0 has left.
 
 
 def main(argv: Sequence[str]) -> int:

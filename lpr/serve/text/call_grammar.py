@@ -112,7 +112,6 @@ class CallGrammar:
         return " ".join(parts) or '""'
 
     def _rule(self, expression: str) -> str:
-        """A name for an expression."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}: {expression}")
         return name

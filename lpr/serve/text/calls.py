@@ -15,8 +15,7 @@ from lpr.serve.text.forms import DSML, GLM, INVOKE, QWEN, Format, Thoughts, Tool
 
 __all__ = ["FORMATS", "MARK", "NAMES", "Format", "Thoughts", "Tools", "find_format", "find_thoughts"]
 
-MARK = re.compile(r"<[^\s<>]*>|\[[A-Z_/]+\]")
-"""Names that tokens of their own have."""
+MARK = re.compile(r"<[^\s<>]*>|\[[A-Z_/]+\]")  # texts that a tokenizer may have as single tokens
 
 _OBJECT = ('{{"name": "{name}", "arguments": ', "}}")
 _LLAMA = ("<|python_tag|>", "<|python_start|>", "{", "[")

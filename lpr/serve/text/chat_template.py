@@ -29,15 +29,11 @@ RESERVED = frozenset((
     "audio_token", "video_token",
 ))  # fmt: skip
 """Names that `more` cannot set, as they have a meaning already, besides the tokenizer's own special tokens."""
-MOST_RENDERED = 1 << 24
-"""Characters of a rendered prompt where the tokenizer gives no limit."""
-MOST_SHAPES = 1024
-"""Shapes of conversations whose fits are remembered."""
-_UNKNOWN = "unknown"
-"""Stands for the place of a lost text where the template refuses made-up texts."""
+MOST_RENDERED = 1 << 24  # characters of a rendered prompt where the tokenizer gives no limit
+MOST_SHAPES = 1024  # shapes of conversations whose fits are remembered
+_UNKNOWN = "unknown"  # stands for the place of a lost text where the template refuses made-up texts
 CONTINUE = "continue_final_message"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Values of `reasoning_effort`, in their order."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # values of `reasoning_effort`, in their order
 _TOOL: Plain = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 """Stands for the tools of a conversation whose shape is tried."""
 
@@ -52,7 +48,6 @@ class _Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
-        """Parse the block as its own body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
@@ -68,8 +63,6 @@ def _raise(message: str) -> None:
 
 
 class ChatTemplates:
-    """The templates of one model."""
-
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Compile the templates. One that is not Jinja has a `failure`, and is refused when it is used."""
         self.sources = dict(sources)
@@ -108,11 +101,10 @@ class ChatTemplates:
 
     @property
     def is_known(self) -> bool:
-        """True if what the templates read has been learnt."""
         return len(self._fits) == len(self.sources)
 
     def know(self, fits: Mapping[str, Any]) -> None:
-        """Note what `learnt` returned elsewhere; a template that is missing there reads all."""
+        """Take over the result of `learnt` from another process; a template that is missing in it reads everything."""
         self._fits = {name: msgspec.convert(fits.get(name, {}), Fit) for name in self.sources}
 
     def learnt(self) -> dict[str, Any]:

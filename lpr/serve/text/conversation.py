@@ -20,7 +20,7 @@ def prompt_of(templates: ChatTemplates, body: ChatBody | TokenizeBody, most: int
 
 
 def is_simple(body: ChatBody | TokenizeBody) -> bool:
-    """True if nothing but the length of its messages decides how much work a template has with a conversation."""
+    """True if a conversation has neither calls nor tools nor template variables: the template's work is linear."""
     more = isinstance(body, ChatBody) and (body.chat_template_kwargs or body.tools)
     return not more and not any(message.tool_calls or message.function_call for message in body.messages or ())
 

@@ -21,23 +21,15 @@ class Family:
     name: str
     prefix: str
     suffix: str
-    middle: str | None
-    """None: the prefix comes last, and the model continues it."""
-    source: str
-    """Where the order and the tokens are documented."""
+    middle: str | None  # None: the prefix comes last, and the model continues it
+    source: str  # where the order and the tokens are documented
     order: Literal["psm", "spm"] = "psm"
-    repository: str | None = None
-    """Token before the repository's name."""
-    file: str | None = None
-    """Token before a file's name."""
-    comment: str | None = None
-    """Heading of other files without a token for them, as a format of `name`."""
-    needs: tuple[str, ...] = ()
-    """Further tokens that this row is recognised by."""
-    ends: tuple[str, ...] = ()
-    """Tokens that end the middle, in addition to the model's end of text."""
-    bare_suffix: bool = False
-    """The suffix is encoded without the leading space that SentencePiece invents."""
+    repository: str | None = None  # token before the repository's name
+    file: str | None = None  # token before a file's name
+    comment: str | None = None  # heading of other files without a token for them, as a format of `name`
+    needs: tuple[str, ...] = ()  # further tokens that this row is recognised by
+    ends: tuple[str, ...] = ()  # tokens that end the middle, in addition to the model's end of text
+    bare_suffix: bool = False  # the suffix is encoded without the leading space that SentencePiece invents
 
 
 FAMILIES = (
@@ -131,8 +123,6 @@ class Extra:
 
 
 class Filler:
-    """Builds the prompts of one family with one tokenizer."""
-
     def __init__(self, family: Family, tokens: Tokens) -> None:
         self.family = family
         self._tokens = tokens

@@ -16,12 +16,9 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-Render = Callable[..., str]
-"""Renders fitted messages, with `tools`; raises an error if the template refuses them."""
-Plain = dict[str, Any]
-"""A message as clients send it: content is text or a list of parts, arguments are text."""
-BETWEEN = "\n\n"
-"""Stands between the texts of messages that become one."""
+Render = Callable[..., str]  # renders fitted messages, with `tools`; raises an error if the template refuses them
+Plain = dict[str, Any]  # a message as clients send it: content is text or a list of parts, arguments are text
+BETWEEN = "\n\n"  # stands between the texts of messages that become one
 _HEADS = ("system", "developer")
 _RESULT_ROLES = ("tool", "function", "ipython", "observation")
 _SHORT = re.compile(r"[a-zA-Z0-9]{9}")
@@ -30,44 +27,28 @@ _ABSENT = "absent"
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What a template reads."""
+    """The forms of messages and tools that a template reads."""
 
-    parts: frozenset[str] = frozenset()
-    """Roles whose content it takes as a list of parts, and not as text."""
-    lists: frozenset[str] = frozenset()
-    """Roles whose content it takes in either form: the client's."""
+    parts: frozenset[str] = frozenset()  # roles whose content it takes as a list of parts, and not as text
+    lists: frozenset[str] = frozenset()  # roles whose content it takes in either form: the client's
     has_developer: bool = True
-    has_system: bool = True
-    """False: instructions become the beginning of the first user message."""
-    several: bool = True
-    """False: it takes one message of instructions, the first. All others are joined to that."""
+    has_system: bool = True  # False: instructions become the beginning of the first user message
+    several: bool = True  # False: it takes one message of instructions, the first. All others are joined to that.
     begins_with_user: bool = False
     needs_user: bool = False
-    alternates: frozenset[str] = frozenset()
-    """Roles of which two messages in a row become one."""
-    answers_results: bool = False
-    """A user message does not follow a result: an empty answer comes between them."""
-    as_object: bool = True
-    """Arguments are an object, and not JSON text."""
-    short_ids: bool = False
-    """Ids of calls have 9 letters and digits."""
-    empty: str | None = None
-    """The content of a message of calls alone: None, "", or `_ABSENT`."""
+    alternates: frozenset[str] = frozenset()  # roles of which two messages in a row become one
+    answers_results: bool = False  # a user message does not follow a result: an empty answer comes between them
+    as_object: bool = True  # arguments are an object, and not JSON text
+    short_ids: bool = False  # ids of calls have 9 letters and digits
+    empty: str | None = None  # the content of a message of calls alone: None, "", or `_ABSENT`
     result_role: str = "tool"
-    names_results: bool = False
-    """A result carries the name of its function."""
-    one_call: bool = False
-    """A message has one call, whose result follows."""
-    calls_alone: bool = False
-    """A message of calls has no text: that has a message of its own before them."""
-    calls_in_turns: bool = False
-    """The same, with an empty turn of the user between the two."""
-    thoughts_beside_text: bool = True
-    """False: a message of calls has a thought or a text, not both."""
-    bare_tools: bool = False
-    """Tools are functions without the wrapper of type "function"."""
-    whole_tools: bool = False
-    """Tools need a description and parameters."""
+    names_results: bool = False  # a result carries the name of its function
+    one_call: bool = False  # a message has one call, whose result follows
+    calls_alone: bool = False  # a message of calls has no text: that has a message of its own before them
+    calls_in_turns: bool = False  # the same, with an empty turn of the user between the two
+    thoughts_beside_text: bool = True  # False: a message of calls has a thought or a text, not both
+    bare_tools: bool = False  # tools are functions without the wrapper of type "function"
+    whole_tools: bool = False  # tools need a description and parameters
 
     def varied(self) -> Iterator[Fit]:
         """This fit, and others for conversations that it does not show whole."""
@@ -81,14 +62,12 @@ class Fit:
         yield replace(self, alternates=both)
 
     def messages(self, given: Iterable[Plain]) -> list[Plain]:
-        """The messages for the template."""
         found = self._with_ids(self._turns(self._instructed(list(given))))
         if self.one_call:
             found = _one_call_each(found)
         return [self._shaped(each) for message in found for each in self._split(message)]
 
     def tools(self, given: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The tools for the template."""
         empty = {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}}
         full = [{**each, "function": {**empty, **each["function"]}} for each in given] if self.whole_tools else given
         return [each["function"] if self.bare_tools else each for each in full]
@@ -194,7 +173,6 @@ class Fit:
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """The text of a content."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content or ())
@@ -251,7 +229,7 @@ class _Lesson:
 
 
 def learn(render: Render, has_calls: bool = True) -> Fit:
-    """What a template reads; without `has_calls` it names no calls."""
+    """Learn what a template reads; without `has_calls` the template names no calls."""
     salt = secrets.token_hex(4)
     s, s2, s3, u, u2, a, a2, r, t, t2, f, f2, k, v, v2 = (f"q{salt}{at}x" for at in range(15))
     user, user2 = ({"role": "user", "content": each} for each in (u, u2))
@@ -378,7 +356,7 @@ def marked(given: Sequence[Plain]) -> tuple[list[Plain], dict[str, tuple[str, st
 
 
 def shape_of(given: Sequence[Plain]) -> Hashable:
-    """What decides, beside its words, where the texts of a conversation go in a prompt."""
+    """The properties of a conversation, besides its words, that decide where its texts go in a prompt."""
     return tuple(
         (
             message["role"],

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lpr.serve.text.reader import MalformedError, Parsing, Reader, Sink, marks, object_text
-from lpr.serve.text.typed import dumps, from_text, kinds, member
+from lpr.serve.text.harmony import declared, harmony, plain_name
+from lpr.serve.text.reader import Reader, object_text
+from lpr.serve.text.scanner import MalformedError, Parsing, Sink, marks
+from lpr.serve.text.typed import Tools, dumps, from_text, kinds, member
 
-Tools = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of each function's arguments, by its name."""
-Thoughts = tuple[str, str]
-"""What begins and ends a thought."""
+Thoughts = tuple[str, str]  # what begins and ends a thought
 
 _LONGEST_NAME = 256
 _NAME = re.compile(r"[^\s<>\[\]{}()\"'`|,;=]+")
@@ -31,8 +30,7 @@ _LEAD = re.compile(r"[\s,;]+")
 _FENCE = re.compile(r"`{3,}")
 _NAMES, _ARGUMENTS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
 _NO_STRING = {"type": ["null", "boolean", "number", "array", "object", "string"]}
-BARE = ("{", "[")
-"""What may begin a call without a mark that announces one."""
+BARE = ("{", "[")  # what may begin a call without a mark that announces one
 _ASIDE = ("type", "id", "tool_call_id", "call_id", "index")
 """Keys that may stand before the name of an object that no mark announces."""
 
@@ -40,8 +38,7 @@ _ASIDE = ("type", "id", "tool_call_id", "call_id", "index")
 class Tags(NamedTuple):
     """How arguments are written one by one."""
 
-    head: str
-    """What is before a function's name; "" if it stands behind the mark of the call."""
+    head: str  # what is before a function's name; "" if it stands behind the mark of the call
     key: str
     key_end: str
     value: str
@@ -64,34 +61,24 @@ DSML = Tags("<\uff5cDSML\uff5cinvoke name=", "<\uff5cDSML\uff5cparameter name=",
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How one family writes calls."""
+    """The form in which one family writes calls."""
 
     name: str
-    signs: tuple[str, ...]
-    """Pieces of the chat template, all of which it has."""
+    signs: tuple[str, ...]  # pieces of the chat template, all of which it has
     source: str
     call: tuple[str, str]
     """What is written before and after a call's arguments; {name} stands for the function's name."""
-    around: tuple[str, str] = ("", "")
-    """What is written before the first call and after the last."""
-    text: str = ""
-    """What is written before text."""
-    between: str | None = ""
-    """None: a reply has one call."""
-    tags: Tags | None = None
-    """How arguments are written; None: as JSON."""
-    opens: tuple[str, ...] = ()
-    """What begins calls in a reply that may be text as well."""
-    closes: tuple[str, ...] = ()
-    """What ends them, and says nothing else."""
+    around: tuple[str, str] = ("", "")  # what is written before the first call and after the last
+    text: str = ""  # what is written before text
+    between: str | None = ""  # None: a reply has one call
+    tags: Tags | None = None  # how arguments are written; None: as JSON
+    opens: tuple[str, ...] = ()  # what begins calls in a reply that may be text as well
+    closes: tuple[str, ...] = ()  # what ends them, and says nothing else
     separators: tuple[str, ...] = ()
     """What is between a function's name and its arguments, and what may begin the id of a call before it."""
-    silent: tuple[str, ...] = ()
-    """Marks around text, which are no part of it."""
-    thoughts: Thoughts | None = None
-    """What begins and ends a thought, where that is part of the format."""
-    short_ids: bool = False
-    """Ids of calls have 9 letters and digits, as the template demands."""
+    silent: tuple[str, ...] = ()  # marks around text, which are no part of it
+    thoughts: Thoughts | None = None  # what begins and ends a thought, where that is part of the format
+    short_ids: bool = False  # ids of calls have 9 letters and digits, as the template demands
     is_harmony: bool = False
 
     def read(self, reader: Reader, tools: Tools) -> Parsing[None]:
@@ -103,8 +90,6 @@ class Format:
 
 
 class Calls:
-    """Reads text with calls in it."""
-
     def __init__(self, reader: Reader, format: Format | None, tools: Tools) -> None:
         """Without a `format` there are no calls."""
         self._reader, self._tools = reader, tools
@@ -176,7 +161,6 @@ class Calls:
         return mark in self._announced and not is_quoted and not self._is_thought
 
     def _first(self, mark: str) -> Parsing[None]:
-        """The call behind a mark."""
         yield from self._one(mark, self._is_announced(mark), 0)
         self._is_open = mark in self._announced
 
@@ -194,7 +178,6 @@ class Calls:
         self._is_open = is_open
 
     def _after(self) -> Parsing[None]:
-        """Take what ends calls."""
         while True:
             yield from self._reader.space()
             mark = yield from self._reader.starts(*self._closes, *(["]"] if self._lists else []))
@@ -401,73 +384,6 @@ class Calls:
 
         yield from reader.attempt(look, _drop)
         return found
-
-
-_HARMONY = marks("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-_BEHIND_HEADERS = marks("<|message|>", "<|end|>", "<|call|>", "<|return|>")
-_FORMAL = ("assistant", "analysis", "commentary", "final", "json", "code", "text", "to=functions.")
-"""What a header is made of, besides marks."""
-
-
-def harmony(reader: Reader, tools: Tools) -> Parsing[None]:
-    """gpt-oss: messages with a channel, and a recipient if they are calls, before the channel or behind it."""
-    mark = yield from reader.starts(" to=", "to=", *_HARMONY.marks)
-    sink = reader.say
-    while True:
-        if mark in (" to=", "to=", "<|start|>", "<|channel|>"):
-            heads: list[str] = []
-            sink = reader.say
-            if (yield from reader.attempt(partial(_header, reader, mark, heads), sink, mark)):
-                head = mark + "".join(heads)
-                channels = re.findall(r"<\|channel\|>\s*(\w+)", head)
-                sink = reader.think if channels[-1:] == ["analysis"] else reader.say
-                found = re.search(r"to=([^\s<]+)", head)
-                name = found[1] if found else ""
-                if name and (name.startswith("functions.") or declared(name, tools)):
-                    yield from reader.attempt(partial(_body, reader, tools, name), reader.say, head)
-                    sink = reader.say
-                elif name and name != "assistant":  # nobody's: it is text as a whole
-                    sink(head)
-        elif mark in ("<|end|>", "<|call|>", "<|return|>"):
-            sink = reader.say
-        mark = yield from reader.until(sink, _HARMONY)
-        if not mark:
-            return
-
-
-def _header(reader: Reader, begin: str, heads: list[str]) -> Parsing[None]:
-    """The rest of a message's header, which is short."""
-    before, mark = yield from reader.within(_BEHIND_HEADERS)
-    heads += before, mark
-    words = re.split(r"<\|[a-z]*\|?>?|\s+", begin + before)
-    is_whole = mark == "<|message|>" and all(not word or word in _FORMAL or "=" in word for word in words)
-    is_cut = not mark and all(any(formal.startswith(word) for formal in _FORMAL) for word in words)
-    if not is_whole and not is_cut:  # the end of a reply that its limit has cut shows nothing
-        raise MalformedError
-
-
-def _body(reader: Reader, tools: Tools, name: str) -> Parsing[None]:
-    """The arguments of a call."""
-    name = declared(name, tools) or plain_name(name)
-    reader.open(name)
-    yield from reader.space()
-    mark = yield from reader.starts(*_HARMONY.marks)
-    reader.back(mark)
-    if mark or reader.is_over:
-        reader.argue("{}")
-    else:
-        yield from reader.arguments(tools.get(name, {}))
-    yield from reader.space()
-
-
-def plain_name(name: str) -> str:
-    """A function's name without what the families write around it."""
-    return re.sub(r":\d+$", "", name).removeprefix("functions.")
-
-
-def declared(name: str, tools: Tools) -> str:
-    """The declared name that is meant; "" if there is none."""
-    return next((way for way in (name, plain_name(name), f"functions.{name}") if way in tools), "")
 
 
 def _attribute(text: str) -> str:

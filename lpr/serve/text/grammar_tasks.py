@@ -17,8 +17,7 @@ from lpr.core.grammar import matcher
 from lpr.protocol import ErrorCode
 from lpr.serve.errors import ApiError
 
-WALKS, STEPS = 3, 24
-"""Texts that are tried with a new grammar, and their tokens."""
+WALKS, STEPS = 3, 24  # texts that are tried with a new grammar, and their tokens
 
 _tokenizer: llguidance.LLTokenizer | None = None
 
@@ -60,7 +59,7 @@ def _unusable(problem: str) -> ApiError:
 
 
 def _problem(grammar: str) -> str:
-    """What goes wrong with a matcher as the ranks use it; "" if nothing does."""
+    """The error of a matcher used as the ranks use it; "" without one."""
     if _tokenizer is None:
         return ""
     fresh = matcher(_tokenizer, grammar)
@@ -79,7 +78,6 @@ def _problem(grammar: str) -> str:
 
 
 def _pick(mask: bytes, dice: random.Random) -> int:
-    """One of the tokens whose bits are set."""
     start = dice.randrange(len(mask))
     at = next(at % len(mask) for at in range(start, start + len(mask)) if mask[at % len(mask)])
     bits = [bit for bit in range(8) if mask[at] >> bit & 1]

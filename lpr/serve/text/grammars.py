@@ -17,10 +17,8 @@ from lpr.serve.bodies.completions import ResponseFormat
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.sandbox import ExhaustedError, Sandbox
 
-MOST_KEPT = 256
-"""Grammars whose verdicts are remembered."""
-MOST_BLAMED = 32
-"""Tools that are looked at by themselves where the grammar of all is refused."""
+MOST_KEPT = 256  # grammars whose verdicts are remembered
+MOST_BLAMED = 32  # tools that are looked at by themselves where the grammar of all is refused
 _RULE = re.compile(r"^[ \t]*\??[\w.-]+[ \t]*(?:::=|:)", re.MULTILINE)
 _PARAMS = {"json_schema": "json_schema.schema", "regex": "regex", "grammar": "grammar"}
 
@@ -116,7 +114,7 @@ class Grammars:
 
 
 def _source(wanted: ResponseFormat) -> tuple[str, str]:
-    """What is to be compiled: its kind and its text."""
+    """The kind and text of a grammar."""
     if wanted.type == "regex":
         return "regex", wanted.regex or ""
     if wanted.type == "grammar":
@@ -126,7 +124,7 @@ def _source(wanted: ResponseFormat) -> tuple[str, str]:
 
 
 def _too_large(kind: str, text: str) -> str:
-    """Why a text is not even tried; "" if it is."""
+    """Why a text is refused by its size; "" if it is not."""
     if kind != "regex" and len(text) > limits.GRAMMAR.most:
         return f"it is longer than {limits.GRAMMAR.most} characters"
     if kind in ("json_schema", "lark") and text.count('"$ref"') > limits.REFERENCES.most:

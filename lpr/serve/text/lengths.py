@@ -28,15 +28,11 @@ _KEEPING = {"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "Unicode
 class Lengths:
     """The longest tokens of a vocabulary."""
 
-    longest: int
-    """Characters that a token stands for, at most."""
-    most_letters: int
-    """ASCII letters of a token, at most."""
-    counts_space: bool
-    """False if special tokens can stand for any number of spaces."""
+    longest: int  # characters that a token stands for, at most
+    most_letters: int  # ASCII letters of a token, at most
+    counts_space: bool  # False if special tokens can stand for any number of spaces
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that a text has at least."""
         count = len(text) if self.counts_space else len(text) - sum(map(text.count, _SPACES))
         least = math.ceil(count / self.longest)
         if text.isascii():  # Unicode's compositions hide letters elsewhere

@@ -8,16 +8,16 @@ from typing import Any, Literal
 from lpr.serve.text.call_grammar import CallGrammar
 from lpr.serve.text.calls import MARK, Format, Thoughts, Tools, find_format, find_thoughts
 from lpr.serve.text.forms import Calls
-from lpr.serve.text.reader import Parsing, Reader
+from lpr.serve.text.reader import Reader
+from lpr.serve.text.scanner import Parsing
 from lpr.serve.text.tokens import Tokens
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a chat template tells of its model's replies."""
+    """The form of a model's replies, by its chat template."""
 
-    format: Format | None
-    """None: it has no calls, or calls in a form that is not known."""
+    format: Format | None  # None: it has no calls, or calls in a form that is not known
     thoughts: Thoughts | None
 
     @classmethod
@@ -33,15 +33,11 @@ class Replies:
     """How the replies to one conversation are read."""
 
     family: Family
-    tools: Tools = field(default_factory=dict)
-    """Empty: calls are not read."""
-    choice: Literal["auto", "required"] = "auto"
-    """"required": the reply is a call."""
-    is_strict: bool = False
-    """Calls that the model chooses to make are held to the schema as well."""
+    tools: Tools = field(default_factory=dict)  # empty: calls are not read
+    choice: Literal["auto", "required"] = "auto"  # "required": the reply is a call
+    is_strict: bool = False  # calls that the model chooses to make are held to the schema as well
     several: bool = True
-    begun: bool = False
-    """True if the prompt has begun a thought."""
+    begun: bool = False  # True if the prompt has begun a thought
 
     @property
     def is_plain(self) -> bool:
@@ -60,7 +56,6 @@ class Replies:
         return not tokens.special.isdisjoint(MARK.findall(" ".join(written)))
 
     def reader(self) -> Reader:
-        """A reader of one reply."""
         return Reader(self._parse, None if self.several else 1)
 
     def call_id(self, digits: str) -> str:
@@ -111,5 +106,4 @@ class Replies:
         yield from calls.read(reader.say)
 
 
-PLAIN = Replies(family=Family(None, None))
-"""Texts that are shown as they are."""
+PLAIN = Replies(family=Family(None, None))  # texts that are shown as they are

@@ -7,13 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from lpr.config import InputError, SamplingParams
-from lpr.protocol import ErrorCode
+from lpr.protocol import ErrorCode, Submit
 from lpr.serve import limits
 from lpr.serve.bodies.completions import ChatBody, NamedChoice, Sampling, TokenizeBody
 from lpr.serve.bodies.fields import SAMPLER_LETTERS
 from lpr.serve.errors import ApiError, bad, too_long
-from lpr.serve.jobs import Wanted
 from lpr.serve.messages import Facts
 from lpr.serve.text.calls import NAMES, Thoughts
 from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates, render_prompt
@@ -38,8 +39,7 @@ _NEUTRAL: dict[str, dict[str, float]] = {
 """llama.cpp's names of samplers, with what switches each off."""
 _UNUSED = {"infill", "typical_p", "min_keep", *SAMPLER_LETTERS.values()} - _NEUTRAL.keys()
 """Others that `samplers` may hold: their own parameters switch them off, and "infill" is nearly greedy."""
-_DIGITS = 10
-"""Digits of a token's id."""
+_DIGITS = 10  # digits of a token's id
 
 
 class Served:
@@ -259,19 +259,11 @@ def sampling(values: dict[str, Any]) -> SamplingParams:
         raise bad(str(failure).split("=")[0], str(failure)) from failure
 
 
-def spread(
-    params: SamplingParams,
-    prompt_ids: list[int],
-    count: int,
-    delivered: Sequence[int] = (),
-    prediction: Sequence[int] = (),
-) -> list[Wanted]:
-    """`count` texts of one prompt, with consecutive seeds, after the `delivered` output ids."""
+def spread(wanted: Submit, count: int) -> list[Submit]:
+    """`count` texts of one prompt, with consecutive seeds."""
+    params = wanted.params
     seeds = [params.seed, *((params.seed + index) % 2**64 for index in range(1, count))]
-    params_of = [params.vary(seed=seed) for seed in seeds]
-    return [
-        Wanted(prompt_ids=prompt_ids, params=each, delivered=delivered, prediction=prediction) for each in params_of
-    ]
+    return [msgspec.structs.replace(wanted, params=params.vary(seed=seed)) for seed in seeds]
 
 
 def samplers_of(given: Sequence[str] | None) -> set[str]:
@@ -285,7 +277,6 @@ def samplers_of(given: Sequence[str] | None) -> set[str]:
 
 
 def fresh_seed() -> int:
-    """A seed for a request that names none."""
     return secrets.randbits(32)
 
 

@@ -38,8 +38,7 @@ class Tokens:
         with_special = self._plain.encode("a").ids
         without = self._plain.encode("a", add_special_tokens=False).ids
         starts = (at for at in range(len(with_special)) if with_special[at : at + len(without)] == without)
-        self.bos_ids: list[int] = with_special[: next(starts, 0)]
-        """What the tokenizer puts before every text."""
+        self.bos_ids: list[int] = with_special[: next(starts, 0)]  # what the tokenizer puts before every text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, as `tokenizer(text)["input_ids"]` of transformers."""
@@ -67,7 +66,7 @@ class Tokens:
         return text[line + 1 if line >= 0 else cut :]
 
     def head(self, text: str, num_tokens: int) -> str:
-        """The same of its beginning."""
+        """The beginning of a text whose first `num_tokens` tokens are wanted, as `tail`."""
         cut = self._most(num_tokens)
         if cut >= len(text):
             return text
@@ -78,7 +77,6 @@ class Tokens:
         return sys.maxsize if self.lengths is None else (num_tokens + _MARGIN) * self.lengths.longest
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of some ids."""
         return str(self._plain.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def id_of(self, name: str) -> int | None:

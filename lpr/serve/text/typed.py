@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
+Tools = Mapping[str, Schema]  # the JSON schema of each function's arguments, by its name
 
-_MOST_BRANCHES = 64
-"""Alternatives of a schema that are looked at."""
+_MOST_BRANCHES = 64  # alternatives of a schema that are looked at
 _KIND = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _HALF = re.compile(r"[\ud800-\udfff]")
 _LITERALS = {"true": "true", "false": "false", "null": "null", "none": "null"}
@@ -180,7 +180,6 @@ def _as_json(text: str) -> str:
 
 
 def _string(word: str) -> str:
-    """A string of JSON or of Python as JSON."""
 
     def escaped(found: re.Match[str]) -> str:
         text = found[0]
@@ -198,7 +197,7 @@ def _refuse(constant: str) -> Any:
 
 
 def _target(reference: str, root: Schema) -> Any:
-    """What a reference within a schema names; None if there is none."""
+    """The target of a reference within a schema; None if it is missing."""
     found: Any = root if reference.startswith("#") else None
     for name in reference.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

@@ -13,15 +13,13 @@ _CURSORS = ("<|user_cursor|>", "<|user_cursor_is_here|>", "<|cursor|>")
 
 
 class _Marks(NamedTuple):
-    """What stands around a window, and at the end of its prompt."""
+    """The marks around a window, and at the end of its prompt."""
 
     begin: str
     end: str
     last: str
-    repeats_begin: bool = False
-    """True if the output begins with the mark, too."""
-    ends_line: bool = False
-    """True if the rest of the line belongs to the mark."""
+    repeats_begin: bool = False  # True if the output begins with the mark, too
+    ends_line: bool = False  # True if the rest of the line belongs to the mark
 
 
 _MARKS = (

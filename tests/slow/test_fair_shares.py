@@ -1,11 +1,11 @@
-"""The other cases of tests/engine/test_sharing.py."""
+"""The other cases of tests/sched/test_fair_shares.py."""
 
 from __future__ import annotations
 
 from itertools import product
 
-from tests.engine import test_sharing as fast
 from tests.fakes.again import again
+from tests.sched import test_fair_shares as fast
 
 test_weights_are_the_ratio_of_slot_time = again(
     fast.test_weights_are_the_ratio_of_slot_time_under_saturation,
