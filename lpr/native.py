@@ -82,6 +82,7 @@ choose_rows: Callable[..., None] | None = getattr(_extension, "choose_rows", Non
 best_rows: Callable[..., None] | None = getattr(_extension, "best_rows", None)
 rank_rows: Callable[..., None] | None = getattr(_extension, "rank_rows", None)
 guess_rows: Callable[..., None] | None = getattr(_extension, "guess_rows", None)
+draft_rows: Callable[..., None] | None = getattr(_extension, "draft_rows", None)
 """Tokens that rows of logits give (lpr.model.sampling.in_cpp); without the extension torch and numpy choose them."""
 
 use_team: Callable[..., None] | None = getattr(_extension, "use_team", None)

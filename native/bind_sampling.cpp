@@ -56,6 +56,28 @@ void guess_rows(uintptr_t address, int64_t size, int64_t stride, bool is_half, c
   });
 }
 
+// Writes what a copy drafts by every row; `words` are those of lpr.core.noise_keys.selection_words, none if no row is sampled.
+void draft_rows(uintptr_t address, int64_t size, int64_t stride, bool is_half, const Column<int32_t>& words, int threads,
+                const Found<int64_t, 2>& tokens, const Found<float, 2>& odds) {
+  Logits logits{address, size, stride, is_half};
+  int64_t count = tokens.shape(0), k = tokens.shape(1);
+  if (k > size || (words.shape(0) && static_cast<int64_t>(words.shape(0)) <= 5 * count)) throw std::invalid_argument("5 words a row, and keys");
+  std::vector<Scores> scores(std::max(threads, 1));
+  auto column = [&](int place, int64_t row, auto as) {
+    std::memcpy(&as, words.data() + place * count + row, sizeof(as));
+    return as;
+  };
+  parallel_for(count, threads, [&](int64_t row, int worker) {
+    Chooser choice{0.0f, 1.0f, 0.0f, 0, 0, 0};
+    if (words.shape(0)) {
+      int32_t key = column(0, row, 0);
+      choice = {column(2, row, 0.0f), column(3, row, 0.0f), column(4, row, 0.0f), static_cast<uint32_t>(words.data()[5 * count + key]),
+                column(1, row, 0), 0};
+    }
+    draft_row(logits, row, choice, k, scores[worker], tokens.data() + row * k, odds.data() + row * k);
+  });
+}
+
 void bind_sampling(nb::module_& m) {
   m.def("choose_rows", &choose_rows, "address"_a, "size"_a, "stride"_a, "is_half"_a, "temperature"_a, "keys"_a,
         "top_k"_a, "top_p"_a, "min_p"_a, "first_token"_a, "threads"_a, "chosen"_a,
@@ -66,6 +88,8 @@ void bind_sampling(nb::module_& m) {
         "tokens"_a, "ranks"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("guess_rows", &guess_rows, "address"_a, "size"_a, "stride"_a, "is_half"_a, "temperature"_a, "keys"_a,
         "num_noised"_a, "vocabulary"_a, "threads"_a, "tokens"_a, "shares"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("draft_rows", &draft_rows, "address"_a, "size"_a, "stride"_a, "is_half"_a, "words"_a, "threads"_a, "tokens"_a,
+        "odds"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace lpr

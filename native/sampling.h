@@ -201,9 +201,18 @@ inline int64_t best_of_row(const Logits& logits, int64_t row) {
   return logits.is_half ? best_of_halves(logits.halves(row), logits.size) : best_of_floats(logits.floats(row), logits.size);
 }
 
+// What the noise of 16 tokens does not exceed; `folded` is the key times 0x85EBCA6B.
+LPR_INLINE Floats most_noise(Words32 tokens, uint32_t key, Words32 folded) {
+  constexpr float LN2 = 0.69314718f;
+  Words32 bits = mixed(mixed(tokens ^ key) ^ folded);
+  // No noise exceeds -log((bits + 1/2) / 2^32), and a float's bits are a logarithm that is never too large.
+  Floats halved = __builtin_convertvector(as<Ints>(bits >> 1), Floats);
+  Floats exponent = __builtin_convertvector(as<Ints>(halved), Floats);
+  return LN2 * (31.0f + 127.0f) - exponent * (LN2 / 8388608.0f);
+}
+
 // The best total among tokens of a score of at least `kept` that come before (`end`, `end_token`).
 LPR_EACH_CPU inline Winner search(const Scores& scores, const Chooser& choice, float kept, float end, int64_t end_token) {
-  constexpr float LN2 = 0.69314718f;
   Winner winner;
   auto enter = [&](int64_t token) {
     double total = static_cast<double>(scores.scaled[token]) + noise_of(choice.key, static_cast<uint32_t>(token) + choice.first_token);
@@ -225,12 +234,7 @@ LPR_EACH_CPU inline Winner search(const Scores& scores, const Chooser& choice, f
     if (scores.largest[block] < least || scores.largest[block] + MOST_NOISE < reach) continue;
     for (int64_t i = block * BLOCK; i < static_cast<int64_t>(block + 1) * BLOCK; i += LANES) {
       Floats score = load(scores.scaled.data() + i);
-      Words32 bits = mixed(mixed((lanes + static_cast<uint32_t>(i)) ^ choice.key) ^ folded);
-      // No noise exceeds -log((bits + 1/2) / 2^32), and a float's bits are a logarithm that is never too large.
-      Floats halved = __builtin_convertvector(as<Ints>(bits >> 1), Floats);
-      Floats exponent = __builtin_convertvector(as<Ints>(halved), Floats);
-      Floats bound = score + (LN2 * (31.0f + 127.0f) - exponent * (LN2 / 8388608.0f));
-      Ints possible = bound >= reach;
+      Ints possible = score + most_noise(lanes + static_cast<uint32_t>(i), choice.key, folded) >= reach;
       bool any = false;
       for (int lane = 0; lane < LANES; lane++) any |= possible[lane] != 0;
       if (!any) continue;
@@ -442,6 +446,69 @@ inline int64_t choose_row(const Logits& logits, int64_t row, const Chooser& choi
     if (allowed) return winner.token;
     end = scores.scaled[winner.token];
     end_token = winner.token;
+  }
+}
+
+// The `k` best totals of a sampled row, the best first, and minus the tokens.
+LPR_EACH_CPU inline Ranked best_totals(const Scores& scores, const Chooser& choice, int64_t k) {
+  auto more = std::greater<std::pair<float, int64_t>>();
+  auto total_of = [&](int64_t token) {
+    return scores.scaled[token] + static_cast<float>(noise_of(choice.key, static_cast<uint32_t>(token) + choice.first_token));
+  };
+  Ranked best = largest_of(scores, k), first = best;
+  for (auto& each : best) each.first = total_of(-each.second);
+  std::make_heap(best.begin(), best.end(), more);  // the least of the best first
+  Words32 folded = choice.key * 0x85EBCA6Bu - Words32{}, lanes;
+  for (int lane = 0; lane < LANES; lane++) lanes[lane] = static_cast<uint32_t>(lane) + choice.first_token;
+  for (size_t block = 0; block < scores.largest.size(); block++) {
+    if (scores.largest[block] + MOST_NOISE < best.front().first) continue;
+    for (int64_t i = block * BLOCK; i < static_cast<int64_t>(block + 1) * BLOCK; i += LANES) {
+      Floats score = load(scores.scaled.data() + i);
+      Ints possible = score + most_noise(lanes + static_cast<uint32_t>(i), choice.key, folded) >= best.front().first;
+      bool any = false;
+      for (int lane = 0; lane < LANES; lane++) any |= possible[lane] != 0;
+      if (!any) continue;
+      for (int lane = 0; lane < LANES; lane++) {
+        int64_t token = i + lane;
+        if (!possible[lane] || token >= scores.size) continue;
+        std::pair<float, int64_t> found{total_of(token), -token};
+        auto same = [&](const auto& each) { return each.second == -token; };
+        if (found <= best.front() || std::any_of(first.begin(), first.end(), same)) continue;
+        std::pop_heap(best.begin(), best.end(), more);
+        best.back() = found;
+        std::push_heap(best.begin(), best.end(), more);
+      }
+    }
+  }
+  std::sort_heap(best.begin(), best.end(), more);
+  return best;
+}
+
+// What a copy drafts by a row: its choice or NONE, then the likeliest other tokens, `k` in all; and the odds of each, where
+// those of the likeliest are 1. Where rounding decides, the copy takes either token.
+inline void draft_row(const Logits& logits, int64_t row, const Chooser& choice, int64_t k, Scores& scores, int64_t* tokens,
+                      float* odds) {
+  bool is_sampled = choice.temperature > 0;
+  scale(logits, row, is_sampled ? choice.temperature : 1.0f, scores);
+  std::fill(tokens, tokens + k, NONE);
+  std::fill(odds, odds + k, 0.0f);
+  if (scores.broken || !std::isfinite(scores.top)) return;
+  Ranked best = is_sampled ? best_totals(scores, choice, k) : largest_of(scores, k);
+  float top = best[0].first;
+  if (is_sampled && (choice.top_k > 0 || choice.top_p < 1 || choice.min_p > 0)) {
+    Scores own;
+    int64_t chosen = choose_row(logits, row, choice, own);
+    auto is_chosen = [&](const auto& each) { return each.second == -chosen; };
+    auto known = chosen < 0 ? best.begin() : std::find_if(best.begin(), best.end(), is_chosen);
+    if (known == best.end()) {
+      best.back() = {scores.scaled[chosen] + static_cast<float>(noise_of(choice.key, static_cast<uint32_t>(chosen) + choice.first_token)), -chosen};
+      known = best.end() - 1;
+    }
+    std::rotate(best.begin(), known, known + 1);
+  }
+  for (size_t i = 0; i < best.size(); i++) {
+    tokens[i] = -best[i].second;
+    odds[i] = std::exp(best[i].first - top);
   }
 }
 

@@ -1,14 +1,19 @@
-"""How many passes of a low-bit copy pay (lpr.model.self_draft): one more while its tokens are worth its time.
+"""How many passes of a low-bit copy pay (lpr.model.self_draft): the first by experience, one more by its worth.
 
-A pass extends each draft by a token, which is emitted if it and all before it are what the model chooses. It takes its
-own time, and the next step evaluates a token more per sequence. With r tokens per millisecond, which steps have had of
-late, passes included, it pays if the tokens that it is expected to bring exceed r times that time: so the rate rises to
-the highest that a number of passes can have. Where none pays the copy rests, and tries a pass now and then. Each rank
-counts its own copy's choices by its own clock: what it drafts is data, and ranks need not decide alike.
+A pass extends each draft by a token, which is emitted if it and all before it are what the model chooses. Where the
+text repeats, it has proposed that token as well: so steps with passes and steps without are counted apart, by how far
+the text is expected to go on. The way that has brought more tokens in its time, at the rate of late, is taken; the
+other one is tried for a small part of the time. A further pass pays if the tokens that it is expected to bring exceed
+the rate times what it takes.
+
+Times are those of step times (lpr.core.step_times), and a pass counts by its relation to the steps around it: on a
+busy machine both take longer. Each rank counts its own copy's choices by its own clock: what it drafts is data, and
+ranks need not decide alike.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, frexp
@@ -20,17 +25,18 @@ NUM_OCTAVES = 16  # octaves of odds above 1 that are counted apart
 TRUSTED, MEMORY = 4.0, 400.0  # trials that the first estimate of an octave counts for, and most that count at all
 FIRST = [round(1 / (1 + exp(-1.1 * octave)), 3) for octave in range(NUM_OCTAVES)]
 """The first estimates, as 8 bits of SmolLM2-135M have them."""
-RATE_MEMORY = 0.97  # what a step still counts for after the next one
-FIRST_STEPS = 4  # plain steps that count before the first one, where the times of steps are known
-PROBE = 0.004  # part of all time that passes may take while none is expected to pay
-EARLY_PROBES = 16
-"""Passes that are tried sooner, the first one this many times as soon: what the first passes took may be wrong."""
+RATE_MEMORY = 0.98  # what a step still counts for after the next one
+EXPLORED = 0.008  # part of all time that what seems worse may cost
+SURE = 64.0
+"""Steps of a way after which it is tried no more, unless the other one has had as many times as many."""
 LEAST_TEXT = 0.4  # path probability of a token of the text below which a pass does not evaluate it
-FASTER, SLOWER = 0.7, 0.05
-"""Weights of a pass that took less or more than those before: other programs make passes longer, none shorter."""
-MOST_SURPRISE = 3.0  # most by which the first pass of a size counts for longer than others let expect
-FADING = 0.995
-"""What is left of the time of a pass when one did not pay by it: a disturbed one is not believed for ever."""
+RUNS = (0.3, 1.0, 2.5, 5.0)  # tokens that the text is expected to bring: borders of kinds that are counted apart
+FIRST_RUNS = (0.1, 0.6, 1.6, 3.5, 6.0)  # those of each kind before any step is counted
+FIRST_DRAFTED, FIRST_WEIGHT = 2.5, 3.0  # tokens that passes add, as first believed, and steps that beliefs count for
+MOST_STEPS = 50.0  # steps of a kind that count at most
+PASS_WEIGHT, LOAD_WEIGHT = 0.05, 0.1
+"""Weight of the latest pass of a size, unless it is one of the first, and of the latest step."""
+MOST_SURPRISE = 3.0  # most by which a pass or a step counts for longer than those before
 
 
 @dataclass
@@ -58,6 +64,23 @@ class Agreement:
                 return
 
 
+@dataclass
+class Way:
+    """What steps of one kind have brought that begin with passes, or without: per sequence."""
+
+    tokens: float
+    ms: float
+    weight: float = FIRST_WEIGHT
+    num_steps: int = 0
+
+    def count(self, tokens: float, ms: float) -> None:
+        """Count a sequence's part of a step."""
+        self.num_steps += 1
+        self.weight = min(self.weight + 1.0, MOST_STEPS)
+        self.tokens += (tokens - self.tokens) / self.weight
+        self.ms += (ms - self.ms) / self.weight
+
+
 class Passes:
     """Counts what passes take and bring, and decides on the next one."""
 
@@ -67,9 +90,10 @@ class Passes:
         self.copy, self.text = Agreement(), Agreement()
         """Of the copy's choices with the model's, and of the text's continuations with the copy's choices."""
         self._pass_ms: dict[int, float] = {} if first_ms is None else {1: first_ms}
-        self._faded: dict[int, float] = {}
+        self._num_timed: dict[int, int] = {}
         self._times: StepTimes | None = None
-        self._longest, self._idle_ms, self._num_probed = 1, 0.0, 0
+        self._longest, self._load, self._allowed, self._own_ms = 1, 1.0, 0.0, 0.0
+        self._ways: dict[tuple[int, int, bool], Way] = {}
         self._rates: dict[int, list[float]] = {}
 
     def begin_step(self, times: StepTimes | None, longest: int) -> None:
@@ -93,6 +117,24 @@ class Passes:
             path = further
         return len(shares), path
 
+    def begins(self, runs: Sequence[float], num_entries: int) -> bool:
+        """True if a first pass of `num_entries` tokens is made for drafts behind which the text is so long."""
+        if self._fixed is not None:
+            return self._fixed > 0
+        if self._fewest or self._times is None or not self._pass_ms:
+            return True
+        count = len(runs)
+        ways = [[self._way(count, run, drafts) for run in runs] for drafts in (False, True)]
+        tokens, ms = self._rate(count)
+        gains = [sum([way.tokens * ms - way.ms * tokens for way in each]) / ms for each in ways]
+        better = gains[1] > gains[0]
+        tried = [min([way.num_steps for way in each]) for each in ways]
+        lost = abs(gains[1] - gains[0]) * ms / tokens
+        if tried[not better] < max(SURE, tried[better] / SURE) and lost <= self._allowed:
+            self._allowed -= lost
+            return not better
+        return better
+
     def worth(self, num_made: int, gains: Sequence[float], num_entries: int) -> bool:
         """True if one more pass pays, of `num_entries` tokens, after `num_made` passes.
 
@@ -104,59 +146,69 @@ class Passes:
         tokens, ms = self._rate(count)
         if num_made < self._fewest or not self._pass_ms or not ms:
             return True
-        took = self._pass_time(num_entries)
-        if self._times is not None:
-            entries = count * (num_made + 1)
-            took += self._time(entries + count, count) - self._time(entries, count)
-        pays = self.copy.mean * sum(gains) * ms > tokens * took
-        if pays:
-            self._idle_ms = 0.0
-            return True
-        if not num_made:
-            size = size_of(num_entries)
-            self._faded[size] = FADING * self._faded.get(size, 1.0)
-        share = PROBE * max(1.0, EARLY_PROBES / (1 + self._num_probed))
-        if num_made or self._idle_ms * share < took:
-            return False
-        self._idle_ms, self._num_probed = 0.0, self._num_probed + 1
-        return True
+        entries = count * (num_made + 1)
+        more_ms = self.step_time(entries + count, count) - self.step_time(entries, count)
+        took = self.pass_time(num_entries) + more_ms
+        return self.copy.mean * sum(gains) * ms > tokens * took
 
     def count_pass(self, num_entries: int, ms: float) -> None:
         """Count a pass of so many tokens that took `ms` milliseconds."""
         size = size_of(num_entries)
-        if size not in self._pass_ms and self._pass_ms:
-            self._pass_ms[size] = min(ms, MOST_SURPRISE * self._pass_time(size))
-        self._faded.pop(size, None)
-        known = self._pass_ms.setdefault(size, ms)
-        self._pass_ms[size] += FASTER * (ms - known) if ms < known else SLOWER * (min(ms, 2 * known) - known)
+        ms /= self._load
+        known = self.pass_time(num_entries) if self._pass_ms else ms
+        number = self._num_timed[size] = self._num_timed.get(size, 0) + 1
+        weight = max(PASS_WEIGHT, 1.0 / (1 + number))
+        self._pass_ms[size] = known + weight * (min(ms, MOST_SURPRISE * known) - known)
 
-    def count_step(self, count: int, tokens: int, ms: float) -> None:
-        """Count a step of `count` sequences that emitted `tokens` and took `ms` milliseconds, passes included."""
-        rate = self._rate(count)
-        rate[:] = RATE_MEMORY * rate[0] + tokens, RATE_MEMORY * rate[1] + ms
-        self._idle_ms += ms
+    def count_step(self, entries: int, count: int, ms: float) -> None:
+        """Count a step of `count` sequences and `entries` tokens that took `ms` milliseconds without its passes."""
+        self._own_ms = ms
+        self._allowed = min(self._allowed + EXPLORED * ms / self._load, 4 * ms)
+        if self._times is not None:
+            load = min(max(ms / self.step_time(entries, count), 1 / MOST_SURPRISE), MOST_SURPRISE)
+            self._load += LOAD_WEIGHT * (load - self._load)
+
+    def count_tokens(self, count: int, run: float, drafted: bool, tokens: float, ms: float) -> None:
+        """Count what a step of `count` sequences has brought one of them in its part of the time, passes included.
+
+        `run` is what the text was expected to bring, and `drafted` is true if passes were made.
+        """
+        self._way(count, run, drafted).count(tokens, ms)
+        rate, memory = self._rate(count), RATE_MEMORY ** (1 / count)
+        rate[:] = memory * rate[0] + tokens, memory * rate[1] + ms
+
+    def _way(self, count: int, run: float, drafted: bool) -> Way:
+        kind, size = bisect(RUNS, run), size_of(count)
+        key = size, kind, drafted
+        if key not in self._ways:
+            first = FIRST_RUNS[kind]
+            entries, tokens = 1.0 + 2.0 * first, 1.0 + first
+            if drafted:
+                entries, tokens = entries + FIRST_DRAFTED, tokens + FIRST_DRAFTED
+            ms = self.step_time(round(entries * size), size) / size
+            self._ways[key] = Way(tokens, ms + (3 * self.pass_time(size) / size if drafted and self._pass_ms else 0.0))
+        return self._ways[key]
 
     def _rate(self, count: int) -> list[float]:
-        """Tokens and milliseconds of late, of about as many sequences."""
+        """Tokens and milliseconds of late of a sequence among about as many."""
         size = size_of(count)
         if size not in self._rates:
-            first = FIRST_STEPS if self._times is not None else 0
-            self._rates[size] = [first * float(size), first * self._time(size, size) if first else 0.0]
+            first = self._way(size, 0.0, False)
+            self._rates[size] = [4.0 * first.tokens, 4.0 * first.ms]
         return self._rates[size]
 
-    def _pass_time(self, num_entries: int) -> float:
+    def pass_time(self, num_entries: int) -> float:
         """Milliseconds of a pass, no more than a larger one takes; of a new size by others and the times of steps."""
         size = size_of(num_entries)
-        larger = [ms * self._faded.get(known, 1.0) for known, ms in self._pass_ms.items() if known >= size]
+        larger = [ms for known, ms in self._pass_ms.items() if known >= size]
         if larger:
             return min(larger)
         near = max(self._pass_ms)
-        grown = self._time(size, 1) / self._time(near, 1) if self._times is not None else 1.0
-        return self._pass_ms[near] * grown * self._faded.get(size, 1.0)
+        return self._pass_ms[near] * max(1.0, self.step_time(size, 1) / max(self.step_time(near, 1), 1e-9))
 
-    def _time(self, entries: int, batch: int) -> float:
-        assert self._times is not None
-        return self._times.time(entries, batch, self._longest)
+    def step_time(self, entries: int, count: int) -> float:
+        """Milliseconds of a step of `count` sequences without passes; without step times those of the last one."""
+        return self._times.time(entries, count, self._longest) if self._times is not None else self._own_ms
 
 
 def octave_of(share: float) -> int:

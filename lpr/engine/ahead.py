@@ -52,11 +52,12 @@ def look_ahead(
         return Ahead(guess(model, plan.decoding, plan.filling, draft, rows, fills, results, num_guesses))
     blocks = np.zeros((len(draft.mine), block_words(num_guesses)), np.int32)
     endings: list[tuple[Followed, Ending]] = []
+    own_ms = model.self_drafter.passes.step_time(sum([row.num_results for row in rows]), len(rows)) if rows else 0.0
     for each in follow_all(draft, rows, results):
         row, request = rows[each.place], plan.decoding[each.index]
         above = row.num_entries - row.num_results
         emitted = [*row.tokens[each.entries[above + 1 :]].tolist(), each.bonus]
-        model.self_drafter.learn(row.slot, len(request.tokens), emitted)
+        model.self_drafter.learn(row.slot, len(request.tokens), emitted, own_ms / len(rows))
         if each.is_end:
             endings.append((each, ending_of(request, row, each, emitted)))
     begun = {ending.slot for ending in model.self_drafter.begin([ending for _, ending in endings])}
@@ -97,8 +98,13 @@ def begin_passes(model: TreeModel, batch: Sequence[Request], times: StepTimes | 
         model.self_drafter.passes.begin_step(times, max([len(request.tokens) for request in batch]))
 
 
+def passes_ms(model: TreeModel) -> float:
+    """Milliseconds of the passes that have drafted for the coming step."""
+    return model.self_drafter.spent_ms if model.self_drafter is not None else 0.0
+
+
 def count_passes(model: TreeModel, outcomes: Sequence[Outcome], ms: float, longest_tree: int) -> None:
-    """Count what a step of `ms` milliseconds has brought; one that evaluated a prompt does not count."""
-    if model.self_drafter is not None and max(outcomes[0].num_entries) <= len(outcomes) * longest_tree:
-        num_tokens = sum([len(outcome.concluded.emitted) for outcome in outcomes])
-        model.self_drafter.passes.count_step(len(outcomes), num_tokens, ms)
+    """Count a step that took `ms` milliseconds without its passes; one that evaluated a prompt does not count."""
+    entries = max(outcomes[0].num_entries)
+    if model.self_drafter is not None and entries <= len(outcomes) * longest_tree:
+        model.self_drafter.passes.count_step(entries, len(outcomes), ms)

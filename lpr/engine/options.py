@@ -36,9 +36,9 @@ class EngineOptions:
     tp_backend: Literal["transformers", "deepspeed"] = "transformers"
     """The library that splits the model: transformers by its own plan, or deepspeed, which needs none."""
     self_draft: SelfDraft = "off"
-    """Draft with a copy of the model's weights in so many bits, made at start, by as many passes as pay. auto: int8, if
-    there is memory for it and tree sizes are automatic. A named form makes one pass or more in each step. Not with --tp
-    and for models with recurrent layers."""
+    """Draft with a copy of the model's weights in so many bits, made at start, by as many passes as pay. auto: int4, or
+    int8 where int4 has no products in C++, if there is memory for it and tree sizes are automatic. A named form makes
+    one pass or more in each step. Not with --tp and for models with recurrent layers."""
     costs: Path | StepTimes | None = None
     """JSON table of step times that decide tree sizes, instead of measured ones: makes the steps of a run repeatable.
     Rank 0 reads it for all."""

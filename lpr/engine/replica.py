@@ -20,7 +20,7 @@ from lpr.dist.comm import Comm, is_driver
 from lpr.dist.errors import MeshChangedError, first_line
 from lpr.engine import handover
 from lpr.engine.adapters import Adapters
-from lpr.engine.ahead import begin_passes, count_passes
+from lpr.engine.ahead import begin_passes, count_passes, passes_ms
 from lpr.engine.build import Parts, allocate, tree_sizes
 from lpr.engine.commands import Command, Compile, Configure, Costs, Drain, Learn, LoadAdapter, TakeIn, UnloadAdapter
 from lpr.engine.drafts import DraftIndexes
@@ -207,11 +207,12 @@ class Replica(StepHooks):
         began, captures = time.perf_counter(), self.model.num_captures
         self.new_times, self.model.guess_ms = None, 0.0
         self.hooks.begin_step()
+        spent_ms = passes_ms(self.model) if self.comm.size == 1 else 0.0
         waiting: list[Request] = []
         if len(schedule.decoding) < len(self.scheduler.running):
             begun = {request.admission for request in schedule.decoding}
             waiting = [request for request in self.scheduler.running if request.admission not in begun]
-        self.sizer.begin_step(schedule.decoding, schedule.filling, waiting)
+        self.sizer.begin_step(schedule.decoding, schedule.filling, waiting, spent_ms)
         begin_passes(self.model, schedule.decoding, self.sizer.times)
         assert self.model.cache is not None
         self.model.cache.adapters = self.adapters.of_slots(self.scheduler.running, self.comm.rank)
@@ -244,7 +245,7 @@ class Replica(StepHooks):
                 self.model.rests = self.pace.rests
                 if self.model.guesser is not None:
                     self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)
-            count_passes(self.model, outcomes, ms, self.sizes.num_nodes)
+            count_passes(self.model, outcomes, ms - guess_ms, self.sizes.num_nodes)
             # A head or copy takes its time whatever the tree is: as the nodes' it would make all of them dearer.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
         for request in self.scheduler.running:

@@ -98,9 +98,11 @@ class Sizer:
         batch: Sequence[Request],
         filling: Sequence[tuple[Request, Sequence[int]]],
         waiting: Sequence[Request] = (),
+        spent_ms: float = 0.0,
     ) -> None:
         """Set the price of the nodes of a step, by its requests, by those that wait for it and by other ranks' load.
 
+        `spent_ms` has been spent on the step's drafts already, as far as all ranks know: nodes are cheaper beside it.
         The requests of `waiting` have begun and get no token in this step: their prompts wait for the nodes of others.
         """
         if self._times is None or not batch:
@@ -112,7 +114,10 @@ class Sizer:
         by_homes = by_homes or {(0,): list(batch)}
         waits = total([*map(_tokens_per_step, waiting)])
         prices = {
-            homes: (self._times.row(len(members), max([len(each.tokens) for each in members])), waits)
+            homes: (
+                [ms + spent_ms for ms in self._times.row(len(members), max([len(each.tokens) for each in members]))],
+                waits,
+            )
             for homes, members in by_homes.items()
             if self._rank in homes
         }

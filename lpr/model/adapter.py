@@ -67,7 +67,8 @@ class Adapter:
         """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
         self._functions: FixedFunctions | None = None
         self._share_heights = share_heights
-        self._layer_rules: dict[int | None, Any] = {}
+        self.layer_rules: dict[int | None, Any] = {}
+        """As StepInputs.layer_rules, of all steps."""
         self.may_fall_back = attention == "auto"
         """True if `self_check` may choose "sdpa" instead."""
         self.set_attention(attention)
@@ -149,7 +150,7 @@ class Adapter:
 
     def bind(self, inputs: StepInputs, cache: KVCache) -> None:
         """Give `inputs` what attention looks up in them, before a forward."""
-        inputs.layer_rules, inputs.heights, inputs.cache = self._layer_rules, self.heights, cache
+        inputs.layer_rules, inputs.heights, inputs.cache = self.layer_rules, self.heights, cache
         if cache.adapters is not None and inputs.rows:
             inputs.adapters = cache.adapters.of_step(inputs)
 

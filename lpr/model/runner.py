@@ -162,6 +162,7 @@ class TreeModel:
     def use_copy(self, make_copy: Callable[[], Callable[..., Any]], like: KVCache) -> None:
         """Let a copy draft after each step; raises any error of one that does not fit. `like` is the check's cache."""
         drafter = SelfDrafter(self.adapter, make_copy)
+        drafter.go_direct(like)
         for _ in range(NUM_TIMED):
             began = time.perf_counter()
             drafter.draft([Ending(0, 3, 1, SamplingParams(), 1)], like)

@@ -13,18 +13,23 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
 from lpr.core.passes import Passes
 from lpr.model.adapter import Adapter
 from lpr.model.heads.guesses import likeliest
 from lpr.model.kv_cache import KVCache
+from lpr.model.low_bit.direct import Direct
+from lpr.model.sampling import in_cpp
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.grammar import Grammar
 from lpr.model.sampling.processors import Processors, is_row_by_row
@@ -33,10 +38,14 @@ from lpr.model.step_inputs import Row
 
 LONGEST = 16
 """Most tokens of a draft."""
+LONGEST_STEP = 128
+"""Tokens of a step at most: more have come to another request in the slot."""
 LONGEST_TEXT = 7
 """Most tokens of the text that a pass evaluates."""
 SIBLINGS = 2
 """Most runners-up that are guessed beside each of the copy's choices."""
+NUM_LIKELY = 4
+"""Likeliest tokens that are looked at."""
 LEAST = 0.02
 """Runners-up with a smaller share are left out."""
 NUM_TIMED = 8
@@ -81,6 +90,12 @@ class Ending:
     text_shares: list[float] = field(default_factory=list)
     gain: float = 0.0
     """The probability that the chain is right and the next pass finds more than the text has."""
+    run: float = 0.0
+    """Tokens that the text is expected to bring behind the sequence, without a pass."""
+    num_together: int = 1
+    """Sequences of the step."""
+    ms: float = 0.0
+    """This sequence's part of the time of the passes that were made."""
     _parent: int = 0
     """The guess of the last choice."""
 
@@ -96,6 +111,8 @@ class Ending:
         text, shares = self.continuation(self.chain, limit) if limit > 0 else no_text((), 0)
         count, path = passes.likely_text(shares)
         self.text, self.text_shares = list(text[:count]), list(shares[:count])
+        if not self.chain:
+            self.run = sum(accumulate(shares, mul))
         self.gain = passes.path(self.shares) * (1.0 - path if count == limit > 0 else 1.0)
 
     def row(self) -> Row:
@@ -140,27 +157,63 @@ class SelfDrafter:
         """Draft with a copy, which is called as the model of `adapter` is."""
         self.adapter, self._make_copy = adapter, make_copy
         self.copy = make_copy()
+        self.direct: Direct | None = None
+        """The copy in one call, if it can be called so."""
         self.passes = Passes()
         """Decides how many passes pay."""
         self.first_ms = math.inf
         """Milliseconds of a pass of one token, as measured at start."""
+        self.spent_ms = 0.0
+        """Milliseconds of the passes since `begin`, as passes of late take them."""
         self._last: dict[int, Ending] = {}
         """What was drafted last, by slot."""
+        self._ended: dict[int, tuple[Ending, float]] = {}
+        """What was drafted for the step before, and the milliseconds of drafts and step."""
 
     def renew(self) -> None:
         """Make the copy anew, as the model's weights have changed."""
         self.copy = self._make_copy()
+        if self.direct is not None:
+            self.direct = self._find_direct()
 
-    def learn(self, slot: int, num_tokens: int, emitted: Sequence[int]) -> None:
-        """Count the choices behind a sequence of `num_tokens` tokens by what the model has emitted there."""
-        drafted = self._last.pop(slot, None)
-        if drafted is not None and drafted.num_cached + 1 == num_tokens:
-            self.passes.copy.count(drafted.shares, drafted.chain, emitted)
+    def _find_direct(self) -> Direct | None:
+        model = getattr(self.copy, "model", None)
+        return Direct.of(model, self.adapter.layer_rules) if model is not None and self.adapter.reads_pages else None
+
+    @torch.no_grad()
+    def go_direct(self, like: KVCache) -> None:
+        """Call the copy's parts in place of its forward from now on, if they give its logits in `like`."""
+        rows = [Row.chain(0, 0, [1, 2, 3], 3)]
+        expected, direct = self._logits(rows, like), self._find_direct()
+        if direct is not None and torch.allclose(direct.logits(rows, like), expected, rtol=1e-3, atol=1e-3):
+            self.direct = direct
+
+    def learn(self, slot: int, num_tokens: int, emitted: Sequence[int], ms: float) -> None:
+        """Count what was drafted behind a sequence of `num_tokens` tokens by what the model has emitted there.
+
+        `ms` is the sequence's part of the time of the step that did.
+        """
+        if (before := self._ended.pop(slot, None)) is not None:  # what other ranks have of a path is known by now
+            drafted, took = before
+            num_new = num_tokens - drafted.num_cached - 1
+            if 0 < num_new <= LONGEST_STEP:
+                self.passes.count_tokens(drafted.num_together, drafted.run, bool(drafted.chain), num_new, took)
+        last = self._last.pop(slot, None)
+        if last is not None and last.num_cached + 1 == num_tokens:
+            self.passes.copy.count(last.shares, last.chain, emitted)
+            self._ended[slot] = last, ms + last.ms
 
     def begin(self, endings: Sequence[Ending]) -> list[Ending]:
         """Those of `endings` that a first pass drafts behind; none if it does not pay."""
-        active = [each for each in endings if each.is_open]
-        return active if self._pays(active, 0) else []
+        active, self.spent_ms = [each for each in endings if each.is_open], 0.0
+        for each in active:
+            each.look(self.passes)
+            each.num_together = len(active)
+        self._last.update({each.slot: each for each in active})
+        if not active:
+            return []
+        num_entries = sum([1 + len(each.text) for each in active])
+        return active if self.passes.begins([each.run for each in active], num_entries) else []
 
     def _pays(self, active: Sequence[Ending], num_made: int) -> bool:
         for each in active:
@@ -172,7 +225,6 @@ class SelfDrafter:
     def draft(self, endings: Sequence[Ending], cache: KVCache) -> None:
         """Let drafts follow `endings`, by a pass and further ones while they pay."""
         active, num_made = list(endings), 0
-        self._last.update({each.slot: each for each in endings})
         while active:
             began = time.perf_counter()
             rows = [each.row() for each in active]
@@ -189,10 +241,16 @@ class SelfDrafter:
                     going.append(each)
             num_made += 1
             self.passes.count_pass(start, (time.perf_counter() - began) * 1e3)
+            took = self.passes.pass_time(start)
+            self.spent_ms += took
+            for each in active:
+                each.ms += took / len(active)
             active = going if self._pays(going, num_made) else []
 
     def _logits(self, rows: Sequence[Row], cache: KVCache) -> Tensor:
         """The copy's logits [entries, V] after each entry of each row."""
+        if self.direct is not None:
+            return self.direct.logits(rows, cache)
         if len(rows) > 1 and not self.adapter.packed:
             return torch.cat([self._logits([row], cache) for row in rows])
         return self.adapter.forward(self.adapter.step_inputs(rows, cache), cache, model=self.copy)
@@ -210,6 +268,9 @@ class SelfDrafter:
                     logits[start] = scores[0] if scores is not None else torch.nan
                 start += len(mine)
         selection = Selection.build([(each.params, mine) for each, mine in zip(active, positions, strict=True)])
+        if native.draft_rows is not None and logits.device.type == "cpu":
+            drafted, odds = in_cpp.drafts(logits, selection, NUM_LIKELY)
+            return drafted[:, 0].tolist(), drafted.tolist(), odds.tolist()
         selection = selection.to(logits.device)
         chosen = pick(logits, selection)
         tokens, odds = likeliest(logits, selection)

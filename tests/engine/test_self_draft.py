@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from lpr.engine.ahead import Ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.guesses import Followed, follow_all
 from lpr.engine.prepare import why_no_copy
+from lpr.model.cpu.tiles import can_tile
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.self_draft import Ending, SelfDrafter, pure
@@ -116,6 +118,22 @@ def test_batches_come_and_go(adaptive: bool) -> None:
     sizes: dict[str, Any] = {"window_size": "auto", "trie_nodes": "auto"} if adaptive else {}
     engine = drafting(replace(DECODE, max_batch_size=4, **sizes))
     assert ids(engine.generate(prompts, params)) == ids(plain().generate(prompts, params))
+
+
+def test_auto_makes_passes_in_some_steps_and_none_in_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways are taken by turns here, as experience would; greedily and with eight seeds."""
+    turns = itertools.count()
+    monkeypatch.setattr(Passes, "begins", lambda self, runs, num_entries: next(turns) % 3 > 0)
+    decode = DecodeConfig(max_batch_size=2, max_nodes=24)
+    engine = Engine.from_model(model_of(), decode=decode, self_draft="auto")
+    drafter = engine.model.self_drafter
+    assert drafter is not None and drafter.copy.form == ("int4" if can_tile(torch.float32, 2) else "int8")  # type: ignore[attr-defined]
+    for params in (GREEDY, SAMPLED, [replace(each, seed=each.seed + 4) for each in SAMPLED]):
+        assert ids(engine.generate(PROMPTS, params)) == ids(plain().generate(PROMPTS, params))
+    for drafts in (False, True):
+        ways = [way for key, way in drafter.passes._ways.items() if key[-1] is drafts]
+        assert sum(way.num_steps for way in ways) > 20, "both ways are counted"
+    assert drafter.spent_ms >= 0.0 and drafter.passes._load != 1.0
 
 
 def test_preemption_and_prefixes_that_are_found() -> None:

@@ -24,6 +24,7 @@ from lpr.model.cpu.tiles import Address
 from lpr.model.fused.elementwise import norm_heads, rotate
 from lpr.model.fused.modules import Fused, GatedMlp, Norm, in_step, mlp_of, norm_of, pack_of
 from lpr.model.fused.probe import is_decoder_layer
+from lpr.model.kv_cache import KVCache
 from lpr.model.rewrite.base import OwnForward, Setting
 from lpr.model.rewrite.merged_linear import Pack
 from lpr.model.step_inputs import StepInputs, current_step
@@ -126,13 +127,12 @@ class DecoderLayer:
     ) -> Tensor:
         """The run's output for `states` [R, N, H]; `sides` are the cache's keys and values [rows, H, D], by layer."""
         assert self.run is not None and step.pages is not None
-        result, (keys, values) = torch.empty_like(states), zip(*sides, strict=True)
+        result = torch.empty_like(states)
         cosines, sines = (each.expand(len(states), -1, -1).contiguous() for each in embeddings)
         self.run.call.run(
             step.pages.reader, self.attention.config._attn_implementation == NATIVE_EXACT,
             states.data_ptr(), result.data_ptr(), cosines.data_ptr(), sines.data_ptr(), *states.shape[:2],
-            *_places(keys), *_places(values), step.write_rows.data_ptr(), rule.window or 0, rule.chunk or 0,
-            team_size(),
+            _places(sides), step.write_rows.data_ptr(), (rule.window or 0, rule.chunk or 0), team_size(),
         )  # fmt: skip
         return result
 
@@ -152,9 +152,20 @@ class DecoderLayer:
         return states if self.multiplier == 1 else states * self.multiplier
 
 
-def _places(sides: Sequence[Tensor]) -> tuple[list[int], tuple[int, int]]:
-    """Where each of `sides` [rows, H, D] lies, and the strides of heads and rows, which all have."""
-    return [each.data_ptr() for each in sides], (sides[0].stride(1), sides[0].stride(0))
+Places = tuple[list[int], tuple[int, int], list[int], tuple[int, int]]
+"""Where keys and values of each layer lie, each with the strides of heads and rows, which all layers have."""
+
+
+def _places(sides: Sequence[tuple[Tensor, Tensor]]) -> Places:
+    """Those of `sides`, keys and values [rows, H, D] by layer."""
+    addresses = [[each.data_ptr() for each in side] for side in zip(*sides, strict=True)]
+    (key_row, key_head, _), (value_row, value_head, _) = (each.stride() for each in sides[0])
+    return addresses[0], (key_head, key_row), addresses[1], (value_head, value_row)
+
+
+def cache_places(cache: KVCache, layers: Sequence[int]) -> Places:
+    """Those of layers whose keys and values `cache` holds."""
+    return _places([cache.layer_tensors[layer] for layer in layers])
 
 
 class DecoderLayers(Fused):
@@ -185,40 +196,6 @@ def join_layers(model: nn.Module) -> None:
         shapes = {(*each.qkv.sizes, each.attention.head_dim) for each in layers}
         if len(set(kinds)) == len(shapes) == 1:
             layers[0].begin(layers)
-
-
-class LayersAsOne(nn.Module):
-    """Layers that one call computes, in the place of all of them: a pass spares the calls of those that do nothing."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self._calls: list[DecoderLayer] = [vars(each)["forward"] for each in layers]
-
-    def __getattr__(self, name: str) -> Any:
-        """What a model asks its layers for, such as the kind of attention, all of them have in common."""
-        return vars(self)["_modules"].get(name) or getattr(vars(self)["_modules"]["layers"][0], name)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As the layers one after the other."""
-        found = self._calls[0](hidden_states, *args, **kwargs)
-        run, step = self._calls[0].run, current_step()
-        assert run is not None
-        if step is None or step.computed < run.layers[-1]:
-            for call in self._calls[1:]:
-                found = call(found, *args, **kwargs)
-        return found
-
-
-def as_one(model: nn.Module) -> None:
-    """Put LayersAsOne in the place of all layers that `join_layers` has joined. The model's state loses their names."""
-    for module in list(model.modules()):
-        for name, stack in module.named_children():
-            if not isinstance(stack, nn.ModuleList) or len(stack) < 2:
-                continue
-            first = vars(stack[0]).get("forward")
-            if isinstance(first, DecoderLayer) and first.run is not None and len(first.run.layers) == len(stack):
-                setattr(module, name, nn.ModuleList([LayersAsOne([*stack])]))
 
 
 def layer_of(module: Any, device: str | None = None) -> DecoderLayer | None:

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from lpr.model.cpu.products import PrepackedLinear
-from lpr.model.fused.decoder_layer import as_one
 from lpr.model.low_bit.coded import BITS
 from lpr.model.low_bit.experts import LowBitExperts, can_round_experts
 from lpr.model.low_bit.layers import PackedCodedLinear, coded_modules
@@ -83,7 +82,6 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
         for each in FUSED:
             if each.why_not(twin, setting) is None:
                 carry_out(each, twin, setting)
-        as_one(twin)
     return LowBitCopy(twin, form, num_bytes)
 
 

@@ -67,6 +67,19 @@ def guesses(
     return torch.from_numpy(tokens), torch.from_numpy(shares)
 
 
+def drafts(logits: torch.Tensor, selection: Selection, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a copy drafts by `logits` [n, V] on a CPU: tokens [n, k], first its choice, and their odds [n, k].
+
+    The choice is that of `draw`, or either of two that are too close to call; NOT_A_NUMBER where there is none. Odds
+    are those of being chosen, over the odds of the likeliest token.
+    """
+    assert native.draft_rows is not None
+    logits, k = _readable(logits), min(k, logits.shape[1])
+    tokens, odds = np.empty((len(logits), k), np.int64), np.empty((len(logits), k), np.float32)
+    native.draft_rows(*_place(logits), selection.words.numpy(), team_size(), tokens, odds)
+    return _chosen(tokens), torch.from_numpy(odds)
+
+
 def _readable(logits: torch.Tensor) -> torch.Tensor:
     """Logits in a type that the extension reads, with the values of a row side by side."""
     logits = logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()

@@ -17,6 +17,7 @@ from lpr.model.cpu.tiles import can_tile
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.kv_cache import KVCache
 from lpr.model.low_bit.copy import LowBitCopy, make_copy
+from lpr.model.low_bit.direct import Direct
 from lpr.model.low_bit.products import FORMS, Form, LowBitLinear
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
@@ -37,6 +38,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 """With biases (Qwen 2, StarCoder 2), norms of heads, windows, experts."""
+DIRECT = {"llama", "llama with a tied head", "qwen2", "qwen3", "mistral"}
+"""Families whose decoder layers are one call, between plain embeddings and a plain head."""
 NEAR: dict[str, float] = {"int8": 0.05, "fp8": 0.2, "int4": 0.5}
 """Largest difference of a logit over the range of the logits."""
 PARAMS = SamplingParams(max_new_tokens=16)
@@ -153,15 +156,6 @@ def test_a_copy_has_no_memory_but_its_rounded_weights(family: str, is_accelerate
     assert sum(each.num_bytes for each in packs.values()) < 1.3 * sum(each.weight.numel() for each in linears) + 4096
 
 
-def test_layers_as_one_outside_of_a_step() -> None:
-    model = model_of("llama")
-    twin, ids = make_copy(model, "int8"), torch.tensor([[5, 9, 7, 8]])
-    assert len(twin.model.model.layers) == 1 and len(model.model.layers) == 2
-    with torch.no_grad():
-        found, expected = twin(ids, use_cache=False).logits, make_copy(model, "int8", fuse=False)(ids).logits
-    assert torch.allclose(found, expected, atol=1e-4)
-
-
 @pytest.mark.skipif(not can_pack(torch.float32, 2), reason="no products to pack for")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pass_of_the_copy_is_one_call(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +164,7 @@ def test_a_pass_of_the_copy_is_one_call(dtype: torch.dtype, monkeypatch: pytest.
     model = model_of("llama").to(dtype)
     world = World(model)
     twin = make_copy(model, "int8").model
-    (joined,) = twin.model.layers
-    calls = [vars(each)["forward"] for each in joined.layers]
+    calls = [vars(each)["forward"] for each in twin.model.layers]
     assert all(isinstance(each, DecoderLayer) and each.whole is not None for each in calls)
     assert calls[0].run is not None and len(calls[0].run.layers) == 2 and calls[1].follows
     whole = world.logits(twin)
@@ -182,6 +175,35 @@ def test_a_pass_of_the_copy_is_one_call(dtype: torch.dtype, monkeypatch: pytest.
     plain = make_copy(model, "int8", fuse=False).model
     assert not any(isinstance(vars(each).get("forward"), DecoderLayer) for each in plain.modules())
     assert difference(whole, world.logits(plain)) < (0.03 if dtype is torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_parts_of_a_copy_are_called_directly(family: str, dtype: torch.dtype) -> None:
+    """With the logits of its forward, or not at all."""
+    if native.DecoderLayers is None or not can_tile(dtype, 2):
+        pytest.skip("no extension")
+    world = World(model_of(family).to(dtype))
+    adapter, cache = world.adapter, KVCache(2, 96)
+    twin, rows = make_copy(adapter.model, "int8").model, [Row.chain(0, 0, [4, 6, 2], 3), Row.chain(1, 0, [3, 1], 2)]
+    expected = adapter.forward(adapter.inputs(rows, cache, packed=True), cache, model=twin)
+    keys = [side.clone() for pair in cache.layer_tensors.values() for side in pair]
+    cache.clear_all()
+    direct = Direct.of(twin, adapter.layer_rules)
+    assert (direct is not None) == (family in DIRECT)
+    if direct is not None:
+        assert torch.equal(direct.logits(rows, cache), expected)
+        assert all(map(torch.equal, keys, [side for pair in cache.layer_tensors.values() for side in pair]))
+
+
+def test_parts_that_are_not_all_of_a_copy_are_not_called_directly() -> None:
+    """Granite divides its logits behind a plain head."""
+    for expected, model in ((True, model_of("llama")), (False, tiny_model("granite", logits_scaling=4.0))):
+        engine = Engine.from_model(model, decode=DecodeConfig(trie_nodes=8, window_size=0), self_draft="int8")
+        drafter = engine.model.self_drafter
+        assert drafter is not None and (drafter.direct is not None) == (expected and native.DecoderLayers is not None)
+        if not expected:
+            assert Direct.of(drafter.copy.model, drafter.adapter.layer_rules) is not None  # type: ignore[attr-defined]
 
 
 def test_a_draft_leaves_no_trace_in_the_text() -> None:

@@ -223,3 +223,30 @@ def test_nothing_is_likely_in_a_row_that_is_not_of_numbers() -> None:
     for params in (SamplingParams(), SamplingParams(temperature=1, seed=3)):
         tokens, shares = likeliest(logits, Selection.build([(params, range(3))]))
         assert tokens.min() >= 0 and tokens.max() < 300 and not shares.any()
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), *PARAMS, FLAT], ids=range(len(PARAMS) + 2))
+@pytest.mark.parametrize("size", [3, 300, 20_000])
+def test_drafts_are_the_choice_and_the_likeliest_others(params: SamplingParams, size: int) -> None:
+    logits = peaked(torch.Generator().manual_seed(21), 40, size) if size > 3 else torch.randn(40, 3)
+    selection = Selection.build([(params, range(40))])
+    tokens, odds = in_cpp.drafts(logits, selection, 4)
+    assert tokens.shape == odds.shape == (40, min(4, size))
+    assert (tokens[:, 0] == specification.pick(logits, selection)).float().mean() >= 0.97
+    totals = logits.double()
+    if params.temperature:
+        everything = torch.arange(size).expand(40, -1)
+        noise = specification.gumbel(selection.keys[selection.key_of][:, None], everything)
+        totals = totals / max(params.temperature, 1e-30) + noise
+    found, expected = totals.gather(1, tokens).sort(1, descending=True)[0], totals.topk(min(4, size))[0]
+    assert torch.allclose(found[:, :-1], expected[:, :-1], rtol=1e-4, atol=1e-4), "limits may replace the last one"
+    odd = (totals.gather(1, tokens) - expected[:, :1]).exp()
+    assert torch.allclose(odds.double(), odd, rtol=1e-2, atol=1e-3)
+
+
+def test_nothing_is_drafted_by_a_row_that_is_not_of_numbers() -> None:
+    logits = torch.zeros(3, 300)
+    logits[0, 7], logits[1], logits[2, 9] = torch.nan, -torch.inf, torch.inf
+    for params in (SamplingParams(), SamplingParams(temperature=1, seed=3)):
+        tokens, odds = in_cpp.drafts(logits, Selection.build([(params, range(3))]), 4)
+        assert (tokens == NOT_A_NUMBER).all() and not odds.any()
