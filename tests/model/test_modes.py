@@ -15,10 +15,10 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from tests.fakes.models import tiny_model
 
 DECODE = DecodeConfig(window_size=3, ngram_size=3, guess_set_size=3, trie_nodes=16, max_batch_size=4, kv_tokens=2000)
-PROMPTS = [[(k * 7 + 3 * i * i + i) % 97 for i in range(30)] for k in range(3)]
+PROMPTS = [[(k * 7 + 3 * i * i + i) % 97 for i in range(20)] for k in range(3)]
 GREEDY, SAMPLED = (
-    SamplingParams(max_new_tokens=20),
-    SamplingParams(max_new_tokens=20, temperature=0.9, seed=3, top_p=0.9),
+    SamplingParams(max_new_tokens=12),
+    SamplingParams(max_new_tokens=12, temperature=0.9, seed=3, top_p=0.9),
 )
 Mode = Callable[[], AbstractContextManager[Any]]
 MODES: dict[str, Mode] = {

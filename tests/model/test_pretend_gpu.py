@@ -44,7 +44,7 @@ from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 __all__ = ["gpu", "guard"]
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
-DECODE = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=2)
+DECODE = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=2, prefill_chunk=64)
 GREEDY = [SamplingParams(max_new_tokens=16)] * len(PROMPTS)
 MIXED = [
     SamplingParams(
@@ -197,12 +197,12 @@ def test_a_processor_that_fails_for_all_nodes_is_asked_along_the_path(gpu: Prete
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_dropped_engine_frees_graphs_and_cache_at_once(is_closed: bool, gpu: PretendGpu) -> None:
-    model = to_gpu(tiny_model())
+    model = to_gpu(tiny_model(num_hidden_layers=1))
     assert left_of_an_engine(lambda: Engine.from_model(model, decode=SMALL), is_closed) == ["Model"]
     assert gpu.num_replays
 
 
-SMALL = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=1)
+SMALL = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=1, prefill_chunk=64)
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
     "gemma2": {"sliding_window": 9, "head_dim": 16},

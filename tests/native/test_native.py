@@ -58,7 +58,7 @@ def test_the_extension_is_built_wherever_there_is_a_compiler() -> None:
 
 
 @needs_native
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plan=plans)
 def test_steps_are_equal(plan: Plan) -> None:
     assert_equal(run(PURE, plan), run(NATIVE, plan))

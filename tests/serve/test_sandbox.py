@@ -311,7 +311,7 @@ def test_slow_grammars_hold_up_neither_the_loop_nor_bodies(service):
     for thread in threads:
         thread.start()
     with httpx.Client(base_url=service.url, timeout=60) as client:
-        end = time.monotonic() + 3
+        end = time.monotonic() + 1.5
         while time.monotonic() < end:
             began = time.monotonic()
             assert client.get("/livez").status_code == 200
