@@ -388,8 +388,8 @@ def test_ids():
 
 
 def test_tokenized(service):
+    post(service, "/tokenize", {"prompt": "a b " * (limits.TOKENIZED.most // 4)}, 200)
     for name in ("prompt", "content"):
-        post(service, "/tokenize", {name: "a b " * (limits.TOKENIZED.most // 4)}, 200)
         post(service, "/tokenize", {name: "a b " * (limits.TOKENIZED.most // 4) + "a"}, 400, name)
 
 
@@ -562,7 +562,7 @@ def test_body_time():
     assert "more than 0.3 s" in overflow(loop, BODY_TIME=300)
 
 
-@pytest.mark.parametrize("expression", ["{{ 'a' * n }}", "{{ ([1] * n) | length }}", "{{ 'a' * (n ** n) }}"])
+@pytest.mark.parametrize("expression", ["{{ 'a' * n }}", "{{ 'a' * (n ** n) }}"])
 def test_body_memory(expression):
     began = time.monotonic()
     assert overflow(expression, BODY_MEMORY=64, BODY_TIME=1000)
