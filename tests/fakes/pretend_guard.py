@@ -17,7 +17,9 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceTy
 
 def load_guard(folder: Path) -> None:
     """Lets this torch make tensors of a device that it was not built for; builds the library in `folder`, once."""
-    library, mine, source = (folder / f"{name}" for name in ("guard.so", f"guard{os.getpid()}.so", f"{os.getpid()}.cpp"))
+    library, mine, source = (
+        folder / f"{name}" for name in ("guard.so", f"guard{os.getpid()}.so", f"{os.getpid()}.cpp")
+    )
     if not library.exists():
         source.write_text(GUARD)
         torch_folder = Path(os.path.dirname(torch.__file__))

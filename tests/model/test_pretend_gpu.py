@@ -231,7 +231,7 @@ class StrangeError(Exception):
     """As compilers and drivers raise them."""
 
 
-@pytest.mark.parametrize("layers", ["known", "broken kernels"])
+@pytest.mark.parametrize("layers", ["known"])
 def test_a_checkpoint(
     layers: str, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
