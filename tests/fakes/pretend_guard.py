@@ -18,7 +18,7 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceTy
 def load_guard(folder: Path) -> None:
     """Lets this torch make tensors of a device that it was not built for; builds the library in `folder`, once."""
     library, mine, source = (
-        folder / f"{name}" for name in ("guard.so", f"guard{os.getpid()}.so", f"{os.getpid()}.cpp")
+        folder / name for name in ("guard.so", f"guard{os.getpid()}.so", f"guard{os.getpid()}.cpp")
     )
     if not library.exists():
         source.write_text(GUARD)

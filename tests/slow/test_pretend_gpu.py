@@ -15,7 +15,6 @@ from tests.model import test_pretend_gpu as fast
 from tests.model.test_pretend_gpu import DECODE, GREEDY, expected, ids, model
 from tests.model.test_pretend_gpu import test_families_give_the_cpus_ids as check_family
 
-
 test_a_checkpoint = again(fast.test_a_checkpoint, "layers", ["unknown", "broken kernels"])
 
 

@@ -1,4 +1,4 @@
-"""What tests/fleet/test_sharing.py has in one process, in a service: flags, the ranks' environment, metrics, headers."""
+"""tests/fleet/test_sharing.py in a service: flags, the ranks' environment, metrics, headers."""
 
 import re
 

@@ -179,9 +179,9 @@ def test_graphs_with_limits_are_others_where_a_vocabulary_is_in_parts() -> None:
 
 def difficult() -> torch.Tensor:
     generator = torch.Generator().manual_seed(10)
-    levels = torch.randint(0, 4, (2, 60), generator=generator).float()  # many ties among few tokens
-    ties = torch.cat([levels, torch.full((2, 180), -torch.inf), levels], 1)
-    return torch.cat([peaked(generator, 2, 300) * 0.3, ties])
+    levels = torch.randint(0, 4, (3, 60), generator=generator).float()  # many ties among few tokens
+    ties = torch.cat([levels, torch.full((3, 180), -torch.inf), levels], 1)
+    return torch.cat([peaked(generator, 3, 300) * 0.3, ties])
 
 
 def found_and_expected(params: SamplingParams) -> tuple[list[int], list[int]]:

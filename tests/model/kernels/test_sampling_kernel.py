@@ -189,7 +189,7 @@ def _imported(source: str, folder: Path) -> Any:
 
 def many_ids(params: SamplingParams) -> tuple[list[int], list[int]]:
     generator = torch.Generator().manual_seed(10)
-    logits = torch.cat([peaked(generator, 5, 500) * scale for scale in (1.0, 0.3)])
+    logits = torch.cat([peaked(generator, 8, 500) * scale for scale in (1.0, 0.3)])
     levels = torch.randint(0, 4, (12, 60), generator=generator).float()  # many ties among few tokens
     logits = torch.cat([logits, torch.nn.functional.pad(levels, (0, 440), value=-torch.inf)])
     return both(logits, Selection.build([(params, range(len(logits)))]), 512)
