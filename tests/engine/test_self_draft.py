@@ -139,9 +139,10 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: next(iter(rule)))
 def test_penalties_and_limits_act_on_drafts(rule: dict[str, Any]) -> None:
+    engine = drafting()
     for each in (GREEDY[0], SAMPLED[1]):
         params = [replace(each, seed=seed, **rule) for seed in range(4)]
-        done = drafting().generate(PROMPTS, params)
+        done = engine.generate(PROMPTS, params)
         assert ids(done) == ids(plain().generate(PROMPTS, params))
         drafted, accepted = copied(done)
         assert accepted >= 0.6 * sum(each.stats.num_tokens - each.stats.num_steps for each in done)

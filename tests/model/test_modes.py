@@ -77,6 +77,7 @@ def test_a_model_made_in_inference_mode(expected: list[list[int]], model: PreTra
     assert output(engine) == expected
 
 
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_default_dtype_changes_no_text(dtype: torch.dtype, model: PreTrainedModel, expected: list[list[int]]) -> None:
     before = torch.get_default_dtype()
@@ -89,6 +90,7 @@ def test_a_default_dtype_changes_no_text(dtype: torch.dtype, model: PreTrainedMo
     assert output(engine) == expected
 
 
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_deterministic_algorithms_and_another_number_of_threads(
     model: PreTrainedModel, expected: list[list[int]]
 ) -> None:

@@ -44,7 +44,7 @@ from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 __all__ = ["gpu", "guard"]
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
-DECODE = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=2, prefill_chunk=64, max_length=192)
+DECODE = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=2, prefill_chunk=64, max_length=192, kv_tokens=1024)
 GREEDY = [SamplingParams(max_new_tokens=16)] * len(PROMPTS)
 MIXED = [
     SamplingParams(
@@ -202,7 +202,7 @@ def test_a_dropped_engine_frees_graphs_and_cache_at_once(is_closed: bool, gpu: P
     assert gpu.num_replays
 
 
-SMALL = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=1, prefill_chunk=64, max_length=192)
+SMALL = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=1, prefill_chunk=64, max_length=192, kv_tokens=1024)
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
     "gemma2": {"sliding_window": 9, "head_dim": 16},

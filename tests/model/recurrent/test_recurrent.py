@@ -205,7 +205,7 @@ def test_slots_snapshots_and_preemption_keep_texts(home_ranks: Any) -> None:
         if comm.rank:
             engine.work()
         else:
-            soak(engine, 3, 40)
+            soak(engine, 3, 28)
             engine.close()
         return engine.scheduler.counts.preemptions
 
@@ -214,7 +214,7 @@ def test_slots_snapshots_and_preemption_keep_texts(home_ranks: Any) -> None:
 
 @pytest.mark.parametrize("name", SOME)
 def test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill(name: str) -> None:
-    """1001 rejected branches of 1 to 3 entries; no leaf is ever accepted."""
+    """501 rejected branches of 1 to 3 entries; no leaf is ever accepted."""
     adapter, dice = TreeModel(shared_model(name), attention="sdpa").adapter, random.Random(2)
     cache = KVCache(1, 256)
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 0, 0, 1, 5]
@@ -224,7 +224,7 @@ def test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill(name: 
     adapter.logits([row := Row.chain(0, 0, text, 1)], cache)
     cache.commit(row, range(3))
     rejected = 0
-    while rejected < 1000:
+    while rejected < 500:
         tokens = [dice.randrange(97) for _ in parents]
         path = dice.choice([[0], [0, 1], [0, 2, 5], [0], [0]])
         row = Row(0, len(text), tokens, parents, [len(text) + depth for depth in depths], len(parents))
