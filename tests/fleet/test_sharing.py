@@ -46,8 +46,8 @@ def plain(loaded):
     found = []
     for prompt in PROMPTS:
         ids = engine.encode(prompt)
-        cold = lpr.Engine.from_model(*loaded, decode=DECODE)
-        done = cold.generate([ids], lpr.SamplingParams(max_new_tokens=40))[0]
+        engine.configure(DECODE)  # it knows no drafts again
+        done = engine.generate([ids], lpr.SamplingParams(max_new_tokens=40))[0]
         found.append((ids, done.token_ids, done.stats.num_steps))
     return found
 
