@@ -74,7 +74,9 @@ def folders(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPat
 
 def launch(num_ranks: int, job: dict[str, object], folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "job.json").write_text(json.dumps({"output": str(folder / "out"), "commands": [], **job}))
-    command = [sys.executable, str(ROOT / "tests/fakes/tp_worker.py"), str(folder / "job.json"), str(num_ranks)]
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}"] if "commands" in job else []
+    command = [sys.executable, *launcher, str(ROOT / "tests/fakes/tp_worker.py"), str(folder / "job.json")]
+    command += [] if launcher else [str(num_ranks)]  # which it forks by itself
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560)
 
