@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -425,7 +424,7 @@ def test_a_step_waits_for_the_device_once(num_ranks: int, graphs: bool, monkeypa
     monkeypatch.setattr(GraphForward, "_check_length", lambda *args: None)  # reads logits, once at the first capture
     capturer = captured(engine, decode) if graphs else None
     engine.configure(decode)
-    for params in ([replace(each, max_new_tokens=16) for each in some[:3]] for some in (GREEDY, MIXED)):
+    for params in (GREEDY[:3], MIXED[:3]):
         requests = [engine.submit(prompt, each) for prompt, each in zip(PROMPTS[:3], params, strict=True)]
         comm.num_gathers = num_steps = 0
         with Watch():
