@@ -6,10 +6,12 @@ import atexit
 import ctypes
 import gc
 import importlib.util
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 # Tiny matrices gain nothing from a second thread, and ranks that are threads or processes would fight for the cores.
@@ -28,7 +30,7 @@ if not os.path.exists("/dev/nvidiactl"):
 import psutil
 import pytest
 from hypothesis import settings
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 import lpr.engine.step
 from lpr.core.budget import Draft, DraftRequest
@@ -36,6 +38,7 @@ from lpr.core.state import SequenceState
 from lpr.core.tree import TokenTree
 from lpr.engine import sizing
 from lpr.model.runner import TreeModel
+from lpr.planner import facts
 from tests.fakes.models import tiny_model
 
 MEASURING = {name: getattr(sizing, name) for name in ("ENOUGH", "PATIENCE", "LONGER", "AGREE", "time_forward")}
@@ -55,6 +58,20 @@ def told_time(model: TreeModel, batch: int, count: int, kv: int) -> float:
 sizing.time_forward = told_time
 for each in ("ENOUGH", "PATIENCE", "LONGER", "AGREE"):  # which do not agree are not kept: no test starts with another's
     setattr(sizing, each, 0.0)
+
+
+FACTS_OF, KNOWN = facts.facts_of, dict[tuple[type, str], facts.ModelFacts]()
+
+
+def known_facts(config: PretrainedConfig, name: str) -> facts.ModelFacts:
+    """The planner's facts of a model, made once: those of 70B take a second, and many tests ask for a preset's."""
+    key = type(config), json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if key not in KNOWN:
+        KNOWN[key] = FACTS_OF(config, name)
+    return replace(KNOWN[key], name=name)
+
+
+facts.facts_of = known_facts
 
 
 def patch_once_a_launch() -> None:

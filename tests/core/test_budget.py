@@ -55,7 +55,7 @@ def cut(budget: AdaptiveBudget, drafts: list[Draft], histories: list[AcceptanceH
     budget.cut(drafts, histories)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.floats(0, 1), max_size=12), min_size=1, max_size=3),
     st.floats(0.01, 2.0),
@@ -117,7 +117,7 @@ def test_a_long_prompt_makes_no_node_cheap() -> None:
     assert kept == [2, 2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.floats(0, 1), max_size=60),
     st.lists(st.floats(0.001, 9.0), min_size=len(KNOTS), max_size=len(KNOTS)),

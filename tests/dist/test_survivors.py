@@ -152,7 +152,7 @@ def test_an_undisturbed_job(llama: PreTrainedModel, expected: list[list[int]], s
 def test_a_rank_dies_anywhere(llama: PreTrainedModel, expected: list[list[int]], span: tuple[int, int]) -> None:
     """Whoever dies, in whichever collective, and whoever has its result: the survivors deliver the same tokens."""
     faults = every_fault(*span)
-    for fault in sample(faults, 16):
+    for fault in sample(faults, 10):
         job = Job(llama)
         world = run(job, fault)
         assert texts(job) == expected, fault
@@ -211,8 +211,10 @@ class JoinedJob(Job):
             rendezvous.offer([joiner])
 
 
-@pytest.mark.parametrize("home_ranks", ["auto", 0])
-@pytest.mark.parametrize("fault", [None, Fault(1, 0, 0), Fault(1, 2, 1), Fault(1, 1, 2), Fault(2, 1, 0)])
+@pytest.mark.parametrize(
+    "fault, home_ranks",
+    [(None, "auto"), (Fault(1, 0, 0), 0), (Fault(1, 2, 1), "auto"), (Fault(1, 1, 2), 0), (Fault(2, 1, 0), "auto")],
+)
 def test_replicas_join_a_running_mesh(
     llama: PreTrainedModel, expected: list[list[int]], fault: Fault | None, home_ranks: Any
 ) -> None:
@@ -439,6 +441,6 @@ def test_a_rank_dies_where_pages_run_out(llama: PreTrainedModel) -> None:
     world = run(job := CrowdedJob(llama, decode))
     assert texts(job) == expected and job.num_preemptions > 0
     start, last = run_start(llama, decode), world.num_collectives["epoch/0"]
-    for fault in sample(every_fault(start, last), 4):
+    for fault in sample(every_fault(start, last), 2):
         run(job := CrowdedJob(llama, decode), fault)
         assert texts(job) == expected, fault

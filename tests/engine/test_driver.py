@@ -144,7 +144,7 @@ def wrong_after_interrupts(model: PreTrainedModel, expected: list[list[int]], co
 
 
 def test_interrupts_at_any_line(model: PreTrainedModel, expected: list[list[int]]) -> None:
-    assert wrong_after_interrupts(model, expected, 25) == []
+    assert wrong_after_interrupts(model, expected, 15) == []
 
 
 @pytest.mark.parametrize("number", range(1, 10))
@@ -161,7 +161,7 @@ def test_mutant_nothing_is_recovered(
     model: PreTrainedModel, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Replica, "recover", lambda replica, failure: setattr(replica, "is_whole", True))
-    assert wrong_after_interrupts(model, expected, 25)
+    assert wrong_after_interrupts(model, expected, 15)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -23,7 +23,7 @@ from tests.fakes.worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [50] * 20 + [3, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
 PARAMS = [
-    SamplingParams(max_new_tokens=48, temperature=0.8 * (i % 2), top_p=(1.0, 0.9)[i // 2 % 2], seed=i)
+    SamplingParams(max_new_tokens=32, temperature=0.8 * (i % 2), top_p=(1.0, 0.9)[i // 2 % 2], seed=i)
     for i in range(len(PROMPTS))
 ]
 CONFIGS = {
@@ -44,7 +44,7 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
     return plain_ids(model, PROMPTS, PARAMS)
 
 
-CASES = [("both", 1), ("both", 2), ("both", 8), ("window", 4), ("trie", 3), ("tiny", 4)]
+CASES = [("both", 2), ("both", 8), ("window", 4), ("trie", 3), ("tiny", 4)]
 
 
 @pytest.mark.parametrize("name, num_ranks", CASES)
@@ -119,7 +119,7 @@ def test_rank_zero_leads(model: PreTrainedModel, expected: list[list[int]]) -> N
         engine.configure(DecodeConfig.autoregressive())
         [again] = engine.generate([PROMPTS[0]], PARAMS[0])
         assert again.token_ids == requests[0].token_ids
-        assert again.stats.num_steps == 48
+        assert again.stats.num_steps == PARAMS[0].max_new_tokens
         engine.close()
         for request in requests:
             assert [token for chunk in request.take() for token in chunk.token_ids] == request.token_ids

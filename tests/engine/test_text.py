@@ -216,7 +216,7 @@ def sequences(tokenizer, max_chunks=8):
 
 
 @all_tokenizers
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_equals_decoding_everything_after_each_token(name, data):
     tokenizer = tokenizer_named(name)

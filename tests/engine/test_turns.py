@@ -63,7 +63,7 @@ def together(*works: Callable[[], Any]) -> list[Any]:
 
 def test_four_threads_on_one_engine(model: PreTrainedModel, expected: list[list[int]], often: None) -> None:
     """They generate, stream, abort and learn at random; each answer is right, and the K/V that they leave is, too."""
-    engine, end = Engine.from_model(model, decode=DECODE), time.monotonic() + 4
+    engine, end = Engine.from_model(model, decode=DECODE), time.monotonic() + 2
 
     def work(seed: int) -> int:
         dice, count = random.Random(seed), 0

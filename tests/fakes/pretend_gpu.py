@@ -8,6 +8,7 @@ Each says what it imitates, after which source, and what it does not.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import types
 from collections.abc import Callable, Iterator
@@ -46,7 +47,8 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Lets this torch make tensors of a device that it was not built for."""
     if shutil.which("c++") is None or torch.cuda.is_available():
         pytest.skip("the pretend GPU needs a C++ compiler and a machine without a GPU")
-    load_guard(tmp_path_factory.mktemp("guard"))
+    ours = tmp_path_factory.getbasetemp()
+    load_guard(ours.parent if "PYTEST_XDIST_WORKER" in os.environ else ours)  # which all workers share
     yield
 
 

@@ -16,12 +16,17 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceTy
 
 
 def load_guard(folder: Path) -> None:
-    """Lets this torch make tensors of a device that it was not built for; builds the library in `folder`."""
-    (folder / "guard.cpp").write_text(GUARD)
-    torch_folder = Path(os.path.dirname(torch.__file__))
-    subprocess.run(
-        ["c++", "-shared", "-fPIC", "-std=c++20", folder / "guard.cpp", "-o", folder / "libguard.so",
-         f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"],
-        check=True, timeout=300,
-    )  # fmt: skip
-    ctypes.CDLL(str(folder / "libguard.so"))
+    """Lets this torch make tensors of a device that it was not built for; builds the library in `folder`, once."""
+    library, mine, source = (
+        folder / name for name in ("guard.so", f"guard{os.getpid()}.so", f"guard{os.getpid()}.cpp")
+    )
+    if not library.exists():
+        source.write_text(GUARD)
+        torch_folder = Path(os.path.dirname(torch.__file__))
+        subprocess.run(
+            ["c++", "-shared", "-fPIC", "-std=c++20", source, "-o", mine, f"-I{torch_folder / 'include'}",
+             f"-L{torch_folder / 'lib'}", "-lc10"],
+            check=True, timeout=300,
+        )  # fmt: skip
+        mine.rename(library)
+    ctypes.CDLL(str(library))

@@ -2,13 +2,15 @@
 
 `torchrun --nproc_per_node=4 tests/fakes/tp_worker.py JOB.json`, with {"tp": 2, "cases": {NAME: {"model", "backend",
 "fault"}}, "commands": [arguments of lpr.generate, ...], "output": FILE}. Many cases share a job, as each start of
-processes costs seconds.
+processes costs seconds. `python tests/fakes/tp_worker.py JOB.json 4` forks the ranks behind the imports, which are most
+of that.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 from dataclasses import replace
@@ -277,5 +279,25 @@ def main() -> int:
     return 0
 
 
+def fork_ranks(count: int) -> None:
+    """Return in `count` children, with torchrun's environment; the parent ends when all of them have ended.
+
+    Torchrun ends the others when one has failed. Here they notice it by themselves, or their time is up.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(count):
+        if (child := os.fork()) == 0:
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in world.items()}, MASTER_ADDR="127.0.0.1")
+            return
+        ranks.append(child)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in ranks))
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        fork_ranks(int(sys.argv[2]))
     leave(main())

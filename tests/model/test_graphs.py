@@ -24,9 +24,9 @@ from tests.fakes.models import tiny_model
 from tests.fakes.worlds import generate_on
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [50] * 20 + [3, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
-GREEDY = [SamplingParams(max_new_tokens=48)] * len(PROMPTS)
+GREEDY = [SamplingParams(max_new_tokens=30)] * len(PROMPTS)
 MIXED = [
-    SamplingParams(max_new_tokens=48, temperature=0.8 * (i % 2), top_p=(1.0, 0.9)[i // 2 % 2], seed=i)
+    SamplingParams(max_new_tokens=30, temperature=0.8 * (i % 2), top_p=(1.0, 0.9)[i // 2 % 2], seed=i)
     for i in range(len(PROMPTS))
 ]
 DECODE = DecodeConfig(window_size=5, trie_nodes=24, max_batch_size=3)

@@ -266,7 +266,7 @@ def test_a_compiler_that_changes_logits_is_found() -> None:
     def wrong(graph: Any, _: Any) -> Any:
         return lambda *args: tuple(each + 0.1 * torch.randn_like(each) for each in graph(*args))
 
-    runner, like = runner_of()
+    runner, like = runner_of(num_hidden_layers=1)
     runner.compile(backend=wrong)  # type: ignore[arg-type]
     check_compiled(runner, like)
     assert runner.compiled is not None and "differ from direct ones" in str(runner.compiled.reason)
@@ -333,7 +333,7 @@ def forms_of(runner: TreeModel, like: KVCache, steps: list[tuple[int, int, bool]
 
 
 KEYS = [(1, 12, False), (1, 1060, False)]
-BATCHES = [(batch, 12, False) for batch in (2, 3, 4, 5)]
+BATCHES = [(batch, 12, False) for batch in (2, 3, 5)]
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_a_program_may_set_another_attention(attention: str, name: str) -> None:
 @pytest.mark.parametrize("first, second", [("native", "sdpa"), ("sdpa", "native")])
 @pytest.mark.parametrize("exact", [False, True])
 def test_engines_of_one_model_have_each_its_own_attention(first: str, second: str, exact: bool) -> None:
-    params = SamplingParams(max_new_tokens=40, logprobs=0)
+    params = SamplingParams(max_new_tokens=20, logprobs=0)
 
     def bits(engine: Engine) -> list[Any]:
         done = engine.generate([PROMPT, PROMPT[::-1]], params)

@@ -155,7 +155,7 @@ def run(steps: list[tuple[str, int, list[int], str]], num_pages: int, num_host_p
     return model.num_hits
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(Steps, st.integers(6, 24), st.sampled_from([0, 1, 4, 40]))
 def test_tables_against_a_dictionary(
     steps: list[tuple[str, int, list[int], str]], num_pages: int, num_host_pages: int

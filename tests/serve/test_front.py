@@ -509,6 +509,12 @@ LONG = "a = 1\n" * 4000
 CHAT = {"messages": [{"role": "user", "content": LONG}]}
 
 
+@pytest.fixture(scope="module")
+def roomy():
+    with served(facts(max_length=1 << 16)) as running:
+        yield running
+
+
 @pytest.mark.parametrize(
     "path, body",
     [
@@ -519,7 +525,7 @@ CHAT = {"messages": [{"role": "user", "content": LONG}]}
         ("/tokenize", {"content": LONG}),
     ],
 )
-def test_others_are_answered_while_a_long_text_is_encoded(monkeypatch, path, body):
+def test_others_are_answered_while_a_long_text_is_encoded(roomy, monkeypatch, path, body):
     begun, answered = threading.Event(), threading.Event()
 
     def slow(self, text, *_, **__):
@@ -527,17 +533,16 @@ def test_others_are_answered_while_a_long_text_is_encoded(monkeypatch, path, bod
         assert answered.wait(20), "nothing else was answered meanwhile"
         return [5]
 
-    with served(facts(max_length=1 << 16)) as service:
-        for name in ("encode", "encode_piece"):
-            monkeypatch.setattr(f"lpr.serve.text.tokens.Tokens.{name}", slow)
-        answers = []
-        thread = threading.Thread(target=lambda: answers.append(httpx.post(service.url + path, json=body, timeout=60)))
-        thread.start()
-        assert begun.wait(10)
-        assert httpx.get(service.url + "/livez", timeout=60).status_code == 200
-        answered.set()
-        thread.join(60)
-        assert answers[0].status_code == 200
+    for name in ("encode", "encode_piece"):
+        monkeypatch.setattr(f"lpr.serve.text.tokens.Tokens.{name}", slow)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(roomy.url + path, json=body, timeout=60)))
+    thread.start()
+    assert begun.wait(10)
+    assert httpx.get(roomy.url + "/livez", timeout=60).status_code == 200
+    answered.set()
+    thread.join(60)
+    assert answers[0].status_code == 200
 
 
 def test_what_never_fits_is_not_asked_for_again(service):

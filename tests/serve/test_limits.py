@@ -7,6 +7,8 @@ import os
 import re
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -25,7 +27,7 @@ from lpr.serve.stderr import Unblocking
 from lpr.serve.text import conversation
 from lpr.serve.text.grammars import Grammars
 from tests.fakes.fake_driver import facts, served, wait_for
-from tests.fakes.serving import SMALL, serving
+from tests.fakes.paths import ROOT
 
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 PROMPT = "def f(x):\n    "
@@ -55,26 +57,45 @@ def shorten(monkeypatch, waits, entry):
     monkeypatch.setitem(SECONDS, waits, 0.5)
 
 
+@contextlib.contextmanager
+def front_apart(files):
+    """A front with a fake driver, in a process that may open so many files: its address, and what it has printed."""
+    code = "from tests.fakes.fake_driver import served\nwith served() as it: print('at', it.url, flush=True), input()"
+    command = ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", sys.executable, "-c", code]
+    environment, pipe = {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
+    ) as process:
+        lines = []
+        try:
+            while (line := process.stdout.readline()) and not line.startswith("at "):
+                lines.append(line)
+            assert line, lines
+            yield line.split()[1], lambda: "".join(lines)
+        finally:
+            process.kill()
+
+
 def test_connections():
     wanted = 1100
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < wanted + 200:
         pytest.skip(f"this machine allows {hard} open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + 200), hard))
-    with serving(None, *SMALL, files=1024) as service, links(httpx.URL(service.url).port, wanted) as idle:
-        assert "--max-connections 2048: only " in service.log()
+    with front_apart(1024) as (url, log), links(httpx.URL(url).port, wanted) as idle:
+        assert "--max-connections 2048: only " in log()
         took = []
         for _ in range(20):
             began = time.monotonic()
-            httpx.get(service.url + "/livez", timeout=10).raise_for_status()  # a connection of its own
+            httpx.get(url + "/livez", timeout=10).raise_for_status()  # a connection of its own
             took.append(time.monotonic() - began)
         assert max(took) < 1, took
-        assert service.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}).status_code == 200
-        assert status(idle[0]) == 0
+        answer = httpx.post(url + "/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}, timeout=60)
+        assert answer.status_code == 200 and status(idle[0]) == 0
         idle[-1].sendall(LIVEZ)
         assert status(idle[-1]) == 200
         replaced = r'^lpr:connections_ended_total{.*reason="replaced"} [1-9]'
-        assert re.search(replaced, service.client.get("/metrics").text, re.M)
+        assert re.search(replaced, httpx.get(url + "/metrics", timeout=10).text, re.M)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -367,8 +388,8 @@ def test_ids():
 
 
 def test_tokenized(service):
+    post(service, "/tokenize", {"prompt": "a b " * (limits.TOKENIZED.most // 4)}, 200)
     for name in ("prompt", "content"):
-        post(service, "/tokenize", {name: "a b " * (limits.TOKENIZED.most // 4)}, 200)
         post(service, "/tokenize", {name: "a b " * (limits.TOKENIZED.most // 4) + "a"}, 400, name)
 
 
@@ -541,7 +562,7 @@ def test_body_time():
     assert "more than 0.3 s" in overflow(loop, BODY_TIME=300)
 
 
-@pytest.mark.parametrize("expression", ["{{ 'a' * n }}", "{{ ([1] * n) | length }}", "{{ 'a' * (n ** n) }}"])
+@pytest.mark.parametrize("expression", ["{{ 'a' * n }}", "{{ 'a' * (n ** n) }}"])
 def test_body_memory(expression):
     began = time.monotonic()
     assert overflow(expression, BODY_MEMORY=64, BODY_TIME=1000)

@@ -311,7 +311,7 @@ def test_slow_grammars_hold_up_neither_the_loop_nor_bodies(service):
     for thread in threads:
         thread.start()
     with httpx.Client(base_url=service.url, timeout=60) as client:
-        end = time.monotonic() + 3
+        end = time.monotonic() + 1.5
         while time.monotonic() < end:
             began = time.monotonic()
             assert client.get("/livez").status_code == 200
@@ -439,7 +439,7 @@ def test_what_the_tokenizer_sets_in_a_template_is_not_the_clients(service, name)
 
 
 def test_a_template_that_fails_is_the_requests_error():
-    for template in ("{{ 1 / 0 }}", "{{ 'a' * 10 ** 30 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"):
+    for template in ("{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"):
         with served(facts(chat_templates={"default": template})) as service:
             for more in ({}, {"chat_template_kwargs": {"n": 1}}):
                 body = {"messages": [{"role": "user", "content": "a"}], **more}
@@ -517,6 +517,12 @@ HALF = "{{ messages[0].content }}{{ messages[-1].content }}"
 TURNS = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
 
 
+@pytest.fixture(scope="module")
+def half():
+    with served(facts(chat_templates={"default": HALF})) as running:
+        yield running
+
+
 @pytest.mark.parametrize(
     "path, body, place",
     [
@@ -525,15 +531,14 @@ TURNS = [{"role": role, "content": text} for role, text in (("user", "a"), ("ass
         ("/v1/responses", {"instructions": "s", "input": TURNS}, "input.0.content"),
     ],
 )
-def test_a_text_that_the_prompt_of_a_long_body_lacks_is_named_by_its_place(path, body, place):
+def test_a_text_that_the_prompt_of_a_long_body_lacks_is_named_by_its_place(half, path, body, place):
     """The places travel with the chat, whose messages stay in the other process."""
-    with served(facts(chat_templates={"default": HALF})) as service:
-        answers = []
-        for padding in (b"", b" " * 20_000):
-            content, headers = json.dumps(body).encode() + padding, {"Content-Type": "application/json"}
-            answers.append(service.client.post(path, content=content, headers=headers, timeout=60))
-        assert [answer.status_code for answer in answers] == [400, 400] and place in answers[0].text, answers[0].text
-        assert answers[0].json() == answers[1].json()
+    answers = []
+    for padding in (b"", b" " * 20_000):
+        content, headers = json.dumps(body).encode() + padding, {"Content-Type": "application/json"}
+        answers.append(half.client.post(path, content=content, headers=headers, timeout=60))
+    assert [answer.status_code for answer in answers] == [400, 400] and place in answers[0].text, answers[0].text
+    assert answers[0].json() == answers[1].json()
 
 
 def test_the_places_of_a_packed_chat_are_kept():
@@ -604,12 +609,16 @@ def test_a_body_is_utf_8(service, encoding):
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
 
+@pytest.fixture(scope="module")
+def verbatim():
+    with served(facts(chat_templates={"default": "{{ messages }}"}, max_length=1 << 20)) as running:
+        yield running
+
+
 @pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', '{"a": 1' + "0" * 5000 + "}", '{"a": 1e999}', "[" * 5000])
-def test_odd_arguments_of_a_call_are_no_fault(arguments):
-    with served(facts(chat_templates={"default": "{{ messages }}"}, max_length=1 << 20)) as service:
-        for padding in (0, 20_000):
-            content = json.dumps(conversation(arguments)).encode() + b" " * padding
-            answer = service.client.post(
-                "/v1/chat/completions", content=content, headers={"Content-Type": "application/json"}
-            )
-            assert answer.status_code == 200, answer.text[:300]
+def test_odd_arguments_of_a_call_are_no_fault(verbatim, arguments):
+    for padding in (0, 20_000):
+        content = json.dumps(conversation(arguments)).encode() + b" " * padding
+        headers = {"Content-Type": "application/json"}
+        answer = verbatim.client.post("/v1/chat/completions", content=content, headers=headers)
+        assert answer.status_code == 200, answer.text[:300]

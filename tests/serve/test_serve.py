@@ -72,8 +72,8 @@ def expected(engine, asked):
     return engine.generate([body["prompt"] for body in asked], [params_of(body) for body in asked])
 
 
-def texts_equal_generate_under_concurrency_with_prefix_hits_and_cancelled_neighbours(service, engine):
-    asked = list(bodies(30))
+def texts_equal_generate_under_concurrency_with_prefix_hits_and_cancelled_neighbours(service, engine, count=30):
+    asked = list(bodies(count))
     wanted = expected(engine, asked)
     stop = threading.Event()
 
@@ -106,7 +106,7 @@ def texts_equal_generate_under_concurrency_with_prefix_hits_and_cancelled_neighb
 
 
 def a_stream_is_the_same_text_in_one_event_per_step(service, engine):
-    for body in list(bodies(6, seed=1)):
+    for body in list(bodies(3, seed=1)):
         one = expected(engine, [body])[0]
         text, ids, reasons = "", [], []
         with httpx.stream("POST", service.url + "/v1/completions", timeout=60,
@@ -297,7 +297,7 @@ def sigterm_finishes_what_is_open_and_leaves_nothing(service, engine):
 
 def test_two_ranks(model, engine):
     with serving(model, "--served-model-name", "tiny", "--max-batch-size", "4", lp=2) as service:
-        texts_equal_generate_under_concurrency_with_prefix_hits_and_cancelled_neighbours(service, engine)
+        texts_equal_generate_under_concurrency_with_prefix_hits_and_cancelled_neighbours(service, engine, 12)
         a_stream_is_the_same_text_in_one_event_per_step(service, engine)
         logprobs_penalties_and_bias_are_the_engines(service, engine)
         a_response_format_is_kept(service, engine)

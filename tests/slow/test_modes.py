@@ -14,3 +14,7 @@ test_a_mode_changes_no_text = again(
     product(("llama", "bamba"), fast.MODES, ("inside", "outside", "both")),
     without=fast.CASES,
 )
+test_a_default_dtype = again(fast.test_a_default_dtype_changes_no_text, "model", ["bamba"])
+test_deterministic_algorithms = again(
+    fast.test_deterministic_algorithms_and_another_number_of_threads, "model", ["bamba"]
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +13,9 @@ from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from tests.model import test_pretend_gpu as fast
 from tests.model.test_pretend_gpu import DECODE, GREEDY, expected, ids, model
-from tests.model.test_pretend_gpu import test_a_checkpoint as check_checkpoint
 from tests.model.test_pretend_gpu import test_families_give_the_cpus_ids as check_family
 
-
-def test_a_checkpoint_of_unknown_layers(
-    gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    check_checkpoint("unknown", gpu, model, expected, tmp_path, monkeypatch, caplog)
+test_a_checkpoint = again(fast.test_a_checkpoint, "layers", ["unknown", "broken kernels"])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,13 @@ from tests.fakes.compared import SHAPES
 from tests.model.exact.test_check import DTYPES
 from tests.model.recurrent import test_recurrent as fast
 
-test_two_ranks = again(fast.test_two_ranks, "name", ["qwen3_next"])
+test_greedy_ids_equal_transformers = again(
+    fast.test_greedy_ids_equal_transformers, "name", fast.KINDS, without=fast.SOME
+)
+test_sampled_ids_equal_plain_decoding = again(
+    fast.test_sampled_ids_equal_plain_decoding_also_of_padded_batches, "name", ["mamba2"]
+)
+test_two_ranks = again(fast.test_two_ranks, "name", ["qwen3_next", "granitemoehybrid"])
 test_nan_on_the_rank_that_owns_a_root_alone = again(
     fast.test_nan_on_the_rank_that_owns_a_root_alone, "name", ["granitemoehybrid"]
 )

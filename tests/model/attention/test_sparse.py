@@ -119,7 +119,7 @@ def test_the_self_check_needs_no_text_longer_than_the_selection(monkeypatch: pyt
 
 
 def texts(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float) -> list[list[int]]:
-    params = SamplingParams(max_new_tokens=24, temperature=temperature, seed=5)
+    params = SamplingParams(max_new_tokens=16, temperature=temperature, seed=5)
     return [list(done.token_ids) for done in engine.generate([list(prompt) for prompt in prompts], params)]
 
 

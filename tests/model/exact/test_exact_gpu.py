@@ -24,7 +24,7 @@ __all__ = ["gpu", "guard"]
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [7, 8, 9] * 5]
 PARAMS = [SamplingParams(max_new_tokens=10, temperature=0.9 * i, seed=i) for i in range(2)]
-DECODE = DecodeConfig(window_size=4, trie_nodes=12, max_batch_size=2)
+DECODE = DecodeConfig(window_size=4, trie_nodes=12, max_batch_size=2, max_length=192, kv_tokens=1024)
 
 ROOM = (2 << 30) + (48 << 20), 4 << 30
 """Free and whole memory of a GPU that another engine is on already."""

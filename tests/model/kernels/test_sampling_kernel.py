@@ -33,7 +33,7 @@ def both(logits: torch.Tensor, selection: Selection, block: int = 4096) -> tuple
     return kernel.tolist(), specification.pick(logits, selection).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(draws((1, 2, 5, 63, 64, 65, 200, 4096, 8321)))
 def test_the_same_ids_as_the_specification(drawn: tuple[torch.Tensor, Selection]) -> None:
     logits, selection = drawn
@@ -190,7 +190,7 @@ def _imported(source: str, folder: Path) -> Any:
 def many_ids(params: SamplingParams) -> tuple[list[int], list[int]]:
     generator = torch.Generator().manual_seed(10)
     logits = torch.cat([peaked(generator, 8, 500) * scale for scale in (1.0, 0.3)])
-    levels = torch.randint(0, 4, (24, 60), generator=generator).float()  # many ties among few tokens
+    levels = torch.randint(0, 4, (12, 60), generator=generator).float()  # many ties among few tokens
     logits = torch.cat([logits, torch.nn.functional.pad(levels, (0, 440), value=-torch.inf)])
     return both(logits, Selection.build([(params, range(len(logits)))]), 512)
 

@@ -363,7 +363,9 @@ KERNELS = (
 # In an engine.
 
 PROMPTS = [[3, 5, 7, 9, 5, 7], [(i * i) % 89 + 2 for i in range(11)]]
-DECODE = DecodeConfig(window_size=2, ngram_size=3, guess_set_size=2, trie_nodes=6, max_batch_size=2)
+DECODE = DecodeConfig(
+    window_size=2, ngram_size=3, guess_set_size=2, trie_nodes=6, max_batch_size=2, max_length=64, kv_tokens=512
+)
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def stock(name: str) -> list[list[int]]:
     return [each.tolist() for each in found]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SOME)
 def test_greedy_ids_equal_transformers(name: str) -> None:
     """In ragged batches, with drafts accepted and rejected, pieces of prompts, then again by the prefix cache."""
     engine = Engine.from_model(shared_model(name), decode=DecodeConfig(**DECODE, max_batch_size=3))
@@ -130,7 +130,7 @@ def test_greedy_ids_equal_transformers(name: str) -> None:
         assert not again or hits[2:] == [144, 112, 144]  # the last full pages before the last token
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("name", ["qwen3_next"])
 def test_sampled_ids_equal_plain_decoding_also_of_padded_batches(name: str) -> None:
     sampled = [SamplingParams(max_new_tokens=24, temperature=0.8, seed=seed) for seed in range(len(prompts()))]
     plain = Engine.from_model(shared_model(name), decode=DecodeConfig.autoregressive())
@@ -143,7 +143,7 @@ def test_sampled_ids_equal_plain_decoding_also_of_padded_batches(name: str) -> N
     assert [done.token_ids for done in engine.generate(prompts(), again)] == stock(name)
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid"])
+@pytest.mark.parametrize("name", ["jamba"])
 def test_two_ranks(name: str) -> None:
     params = [SamplingParams(max_new_tokens=32) for _ in prompts()]
     decode = DecodeConfig(**DECODE, max_batch_size=3)
@@ -170,9 +170,9 @@ def test_nan_on_the_rank_that_owns_a_root_alone(name: str) -> None:
             return real(draft, local, *args)
 
         exchange.gather = gather  # type: ignore[method-assign]
-        return [engine.generate([each], SamplingParams(max_new_tokens=32))[0].token_ids for each in prompts()]
+        return [engine.generate([each], SamplingParams(max_new_tokens=32))[0].token_ids for each in prompts()[:3]]
 
-    assert run_ranks(ThreadWorld(2), program) == [stock(name)] * 2 and num_broken > 3
+    assert run_ranks(ThreadWorld(2), program) == [stock(name)[:3]] * 2 and num_broken > 3
 
 
 def soak(engine: Engine, seed: int, num_requests: int) -> None:
@@ -207,7 +207,7 @@ def test_slots_snapshots_and_preemption_keep_texts(home_ranks: Any) -> None:
         if comm.rank:
             engine.work()
         else:
-            soak(engine, 3, 40)
+            soak(engine, 3, 28)
             engine.close()
         return engine.scheduler.counts.preemptions
 
@@ -216,7 +216,7 @@ def test_slots_snapshots_and_preemption_keep_texts(home_ranks: Any) -> None:
 
 @pytest.mark.parametrize("name", SOME)
 def test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill(name: str) -> None:
-    """1001 rejected branches of 1 to 3 entries; no leaf is ever accepted."""
+    """501 rejected branches of 1 to 3 entries; no leaf is ever accepted."""
     adapter, dice = TreeModel(shared_model(name), attention="sdpa").adapter, random.Random(2)
     cache = KVCache(1, 256)
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 0, 0, 1, 5]
@@ -226,7 +226,7 @@ def test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill(name: 
     adapter.logits([row := Row.chain(0, 0, text, 1)], cache)
     cache.commit(row, range(3))
     rejected = 0
-    while rejected < 1000:
+    while rejected < 500:
         tokens = [dice.randrange(97) for _ in parents]
         path = dice.choice([[0], [0, 1], [0, 2, 5], [0], [0]])
         row = Row(0, len(text), tokens, parents, [len(text) + depth for depth in depths], len(parents))
@@ -274,7 +274,7 @@ def worst_of_any_tree(adapter: Adapter, packed: bool) -> float:
     cache, worst = KVCache(3, 256), 0.0
     texts = [[dice.randrange(2, 97) for _ in range(length)] for length in (1, 19, 90)]
     cached = [0, 0, 0]
-    for _ in range(3):
+    for _ in range(2):
         dropped, rows = ([random_row(dice, slot, text, cached[slot]) for slot, text in enumerate(texts)] for _ in "12")
         adapter.logits(dropped, cache, packed=packed)
         for row in dropped:
@@ -402,7 +402,7 @@ def wide_tree(batch: int, count: int) -> Tree:
 
 @pytest.mark.parametrize("kind", ["per channel", "selective"])
 def test_memory_of_a_tree_of_512_nodes_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All decays per channel would take 256 MiB, all states of Mamba 1 128 MiB. In parts the results are the same."""
+    """All decays per channel would take 256 MiB, all states of Mamba 1 64 MiB. In parts the results are the same."""
     dice = torch.Generator().manual_seed(0)
 
     def random_values(*shape: int) -> Tensor:
@@ -411,10 +411,10 @@ def test_memory_of_a_tree_of_512_nodes_is_bounded(kind: str, monkeypatch: pytest
     def run(count: int) -> tuple[list[Tensor], int]:
         dice.manual_seed(0)
         if kind == "selective":
-            inputs = [random_values(1, count, 2048), torch.rand(1, count, 2048, generator=dice) * 0.1]
-            rule: Any = Selective(-torch.rand(2048, 32, generator=dice)).scan
+            inputs = [random_values(1, count, 1024), torch.rand(1, count, 1024, generator=dice) * 0.1]
+            rule: Any = Selective(-torch.rand(1024, 32, generator=dice)).scan
             given = [*inputs, random_values(1, count, 32), random_values(1, count, 32)]
-            state = random_values(1, 2048, 32)
+            state = random_values(1, 1024, 32)
         else:
             heads, size = 8, 32
             rule, state = scans.delta_rule, random_values(1, heads, size, size)
@@ -552,15 +552,15 @@ def test_what_is_refused_by_name() -> None:
 def test_half_precision(name: str) -> None:
     """Scans are fp32. Equal steps give equal ids; others may differ from plain decoding where rounding decides."""
     model = (hybrid(name) if name in KINDS else tiny_model(BY_NAME[name])).to(torch.bfloat16)
-    params = SamplingParams(max_new_tokens=16)
+    params, few = SamplingParams(max_new_tokens=16), prompts()[:3]
     made = [Engine.from_model(model, decode=DecodeConfig(**DECODE, max_batch_size=3)) for _ in range(2)]
-    drafted, again = ([done.token_ids for done in engine.generate(prompts(), params)] for engine in made)
+    drafted, again = ([done.token_ids for done in engine.generate(few, params)] for engine in made)
     assert drafted == again
     scans = [state for site, state in made[0].replica.like.states.of(0).items() if site[0] == "scan"]
     assert all(state.dtype == torch.float32 for state in scans)
-    plain = Engine.from_model(model, decode=DecodeConfig.autoregressive()).generate(prompts(), params)
+    plain = Engine.from_model(model, decode=DecodeConfig.autoregressive()).generate(few, params)
     pairs = zip(drafted, [done.token_ids for done in plain], strict=True)
-    assert sum(sum(map(eq, *pair)) for pair in pairs) > 0.5 * 16 * len(prompts())
+    assert sum(sum(map(eq, *pair)) for pair in pairs) > 0.5 * 16 * len(few)
 
 
 def test_a_rank_dies_and_others_join() -> None:

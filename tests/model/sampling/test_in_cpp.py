@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(native.choose_rows is None, reason="there is no 
 FLAT = SamplingParams(temperature=0.8, top_p=0.3, seed=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(draws())
 def test_the_same_ids_as_the_specification(drawn: tuple[torch.Tensor, Selection]) -> None:
     logits, selection = drawn

@@ -207,7 +207,7 @@ def test_an_output_keeps_to_its_grammar_and_equals_plain_decoding(bundled, tempe
 
 
 def test_ranks_keep_to_a_grammar_together(bundled):
-    params = SamplingParams(max_new_tokens=40, temperature=0.9, seed=1, grammar=REGEX)
+    params = SamplingParams(max_new_tokens=20, temperature=0.9, seed=1, grammar=REGEX)
     loaded = load(lpr.bundled_model(), "float32")
 
     def program(comm):

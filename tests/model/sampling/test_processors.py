@@ -150,9 +150,9 @@ CASES: dict[str, tuple[SamplingParams, SamplingParams, Callable[[], list[Process
 def check(engine: Engine, model: PreTrainedModel, case: str) -> None:
     params, plain_params, processors = CASES[case]
     own = [sticky] if sticky in processors() else []
-    expected = [plain_decoding(model, prompt, 40, processors(), plain_params) for prompt in PROMPTS]
+    expected = [plain_decoding(model, prompt, 25, processors(), plain_params) for prompt in PROMPTS]
     engine.configure(TREES)
-    done = engine.generate(PROMPTS, SamplingParams(**{**vars(params), "max_new_tokens": 40}), own)
+    done = engine.generate(PROMPTS, SamplingParams(**{**vars(params), "max_new_tokens": 25}), own)
     assert [each.token_ids for each in done] == expected
 
 

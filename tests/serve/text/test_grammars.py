@@ -18,7 +18,7 @@ from lpr.serve.sandbox import ExhaustedError, Sandbox, sandbox
 from tests.fakes.fake_driver import facts
 from tests.fakes.paths import ROOT
 
-SECONDS = float(os.environ.get("LPR_FUZZ_SECONDS", "6"))
+SECONDS = float(os.environ.get("LPR_FUZZ_SECONDS", "3"))
 SLOWEST_STEP = 0.25
 """Seconds of CPU time that a mask or a token may take."""
 

@@ -242,7 +242,7 @@ BOUNDED, ENDLESS = tokenizers_of_all_kinds()
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_no_text_has_fewer_tokens_than_its_characters_say(name, data):
     tokens = Tokens(BOUNDED[name])
