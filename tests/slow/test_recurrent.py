@@ -19,10 +19,7 @@ test_any_tree_has_the_logits_of_its_paths = again(
     fast.test_any_tree_has_the_logits_of_its_paths, "name", ["granitemoehybrid", "lfm2", "mamba2"]
 )
 test_states_after_many_rejected_branches = again(
-    fast.test_any_tree_has_the_logits_of_its_paths = again(
-    fast.test_any_tree_has_the_logits_of_its_paths, "name", ["granitemoehybrid", "lfm2", "mamba2"]
-)
-test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill,
+    fast.test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill,
     "name",
     [*fast.KINDS, *fast.REPLACED],
     without=fast.SOME,
