@@ -195,7 +195,6 @@ def test_nothing_is_drafted_behind_the_end() -> None:
 
 FAMILIES = {
     "mixtral": {"num_local_experts": 4},
-    "mistral": {"sliding_window": 8},
     "gemma2": {"sliding_window": 8, "head_dim": 16},
 }
 

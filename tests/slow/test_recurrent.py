@@ -19,6 +19,9 @@ test_two_ranks = again(fast.test_two_ranks, "name", ["qwen3_next", "granitemoehy
 test_nan_on_the_rank_that_owns_a_root_alone = again(
     fast.test_nan_on_the_rank_that_owns_a_root_alone, "name", ["granitemoehybrid"]
 )
+test_any_tree_has_the_logits_of_its_paths = again(
+    fast.test_any_tree_has_the_logits_of_its_paths, "name", ["granitemoehybrid", "lfm2", "mamba2"]
+)
 test_states_after_many_rejected_branches = again(
     fast.test_states_after_many_rejected_branches_are_those_of_a_fresh_prefill,
     "name",
