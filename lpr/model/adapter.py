@@ -142,7 +142,7 @@ class Adapter:
         if self.reads_pages:
             return build_page_inputs(rows, cache, node_bucket, packed, self.heights)
         bits, tables = self.reads_bits, self.reads_tables
-        if packed and bits and len(rows) > 1:
+        if packed and self.packs_bits and len(rows) > 1:
             return packed_inputs(rows, cache, self.device, node_bucket, kv_bucket)
         return build_inputs(
             rows, cache, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.heights, tables

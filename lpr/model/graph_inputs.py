@@ -70,12 +70,12 @@ class StaticShape:
     """True if it reads block tables, in place of a block's own rows."""
     is_wide: bool = False
     """True if a vocabulary in parts is gathered for a limit that needs the whole of it."""
-    with_adapters: bool = False
-    """True if entries have adapters; steps without any do not read their weights."""
     only_logits: bool = False
     """True if the graph ends at the logits [B * T, V]; tokens are then chosen outside of it."""
     num_kept: int = 0
     """M results of a packed step, in which `batch` are the sequences and `num_entries` is N; 0: it is not packed."""
+    with_adapters: bool = False
+    """True if entries have adapters; steps without any do not read their weights."""
 
     @property
     def num_computed(self) -> int:

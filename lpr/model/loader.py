@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from lpr.model.parallel import TensorParallel, load_sharded
 from lpr.model.rewrite.merged_loading import laid_side_by_side
 from lpr.model.rewrite.sharded_layers import local
 
+_LOADING = threading.RLock()  # loading replaces functions of transformers, and threads would leave each others' there
 _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 """Names of the number of positions in configs."""
 FEWEST_HALVED = 50_000_000
@@ -104,6 +106,14 @@ def load(
     `revision` is a branch, a tag or a commit of the hub. With `tp`, only this rank's part of the model; all ranks of
     the group call this together, and it has no head. `with_head` also reads a prediction head, if there is one.
     """
+    with _LOADING:
+        return _load(source, dtype, device, tp, revision, with_head)
+
+
+def _load(
+    source: str, dtype: str | torch.dtype, device: str | torch.device | None, tp: TensorParallel | None,
+    revision: str | None, with_head: bool,
+) -> Loaded:  # fmt: skip
     where, path = choose_device(device), Path(source)
     transformers_logging.disable_progress_bar()
     _check_folder(source)

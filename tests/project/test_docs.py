@@ -132,7 +132,8 @@ def missing_names(text: str) -> set[str]:
         for name in re.findall(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]*", code):
             if not (ROOT / name.rstrip(".")).exists():
                 missing.add(name)
-        if re.fullmatch(r"\w+\.json", code) and not (ROOT / "benchmarks" / "results" / code).exists():
+        is_model = code in ("config.json", "adapter_config.json")
+        if re.fullmatch(r"\w+\.json", code) and not is_model and not (ROOT / "benchmarks" / "results" / code).exists():
             missing.add(code)
         missing |= {name for name in re.findall(r"\b(?:lpr|vllm):[a-z_]+", code) if not is_metric(name)}
         if route := re.fullmatch(r"(?:GET |POST |DELETE )?(/[a-z][\w./]*)", code):

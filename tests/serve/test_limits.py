@@ -68,10 +68,10 @@ def front_apart(files):
     ) as process:
         lines = []
         try:
-            while (line := process.stdout.readline()) and not line.startswith("at "):
+            while (line := process.stdout.readline()) and "at http" not in line:  # logs may come before it in a line
                 lines.append(line)
             assert line, lines
-            yield line.split()[1], lambda: "".join(lines)
+            yield line.partition("at http")[1][3:] + line.partition("at http")[2].split()[0], lambda: "".join(lines)
         finally:
             process.kill()
 

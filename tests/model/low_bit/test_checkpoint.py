@@ -306,7 +306,9 @@ def test_ids_on_a_pretend_gpu(gpu: PretendGpu, family: str, tmp_path: Path, monk
 
     monkeypatch.setattr(loader, "_read_to", read_there)
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_: module)  # it is there
-    engine = Engine.from_pretrained(str(tmp_path), device="cuda", dtype="float32")
+    gpu.memory = 4 << 30, 8 << 30
+    decode = DecodeConfig(max_length=256, kv_tokens=1024)
+    engine = Engine.from_pretrained(str(tmp_path), decode, device="cuda", dtype="float32")
     found = coded_modules(engine.model.model)
     assert {type(each) for _, each in found} == (set() if family == "gpt_oss" else {CodedLinear})
     assert family == "gpt_oss" or engine.model.capturer is not None
