@@ -123,6 +123,7 @@ if os.environ.get("LPR_NO_SKIPS") == "1":
 MAY_SKIP = (
     "torchao",
     "bitsandbytes",
+    "compressed-tensors",
     "litellm",
     "GPU",
     "vLLM",
