@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from lpr.engine.request import Request
 
 
+MOST = 128  # names of adapters: each keeps weights in memory, and clients with a key may load them
+
+
 class Adapters:
     """The adapters of a replica, the same on every rank."""
 
@@ -45,6 +48,8 @@ class Adapters:
         """Read a folder, for a command that loads it by that name; raises InputError."""
         if not name or not name.isprintable():
             raise InputError(f"the name of an adapter is printable text, not {name!r}")
+        if name not in self.names and len(self.names) >= MOST:
+            raise InputError(f"{MOST} adapters are loaded, which is the most: unload one before {name!r}")
         files = read_lora(folder)
         self._read[files.digest] = files
         return LoadAdapter(name, str(Path(folder).absolute()), files.digest)

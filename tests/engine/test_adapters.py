@@ -15,7 +15,8 @@ import lpr.engine.request
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.engine.adapters import Adapters
 from lpr.engine.options import named_folders
-from lpr.model.lora.bank import SlotAdapters
+from lpr.model.lora.bank import SlotAdapters, _Native
+from lpr.model.lora.files import Pair
 from lpr.model.step_inputs import StepInputs
 from tests.fakes.adapters import ATTENTION, KINDS, merged, write_adapter
 from tests.fakes.models import stock_greedy, tiny_model
@@ -191,6 +192,26 @@ def test_a_copy_drafts_without_the_adapter(base: Path, two: Any) -> None:
     engine = Engine.from_pretrained(str(base), decode, lora_modules=folders, self_draft="int8")
     assert engine.model.self_drafter is not None
     assert mixed(engine, ["", "one", "other"]) == expected
+
+
+def test_no_more_adapters_than_allowed(base: Path, two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lpr.engine.adapters.MOST", 1)
+    engine = Engine.from_pretrained(str(base), DECODE)
+    engine.load_adapter("a", two[0]["one"])
+    engine.load_adapter("a", two[0]["other"])
+    with pytest.raises(InputError, match="1 adapters are loaded, which is the most: unload one before 'b'"):
+        engine.load_adapter("b", two[0]["one"])
+    engine.unload_adapter("a")
+    engine.load_adapter("b", two[0]["one"])
+
+
+def test_a_product_that_is_no_plain_one_is_not_written_to() -> None:
+    """C++ gets its address."""
+    pair = Pair(torch.ones(16, 4).T[:4].T, torch.ones(8, 16))
+    found = _Native.of({0: [(0, pair)]})
+    for product in (torch.zeros(8, 2).T, torch.zeros(2, 8, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError, match="a product of torch.float32 gave"):
+            found.add(product, torch.ones(2, 4), torch.zeros(2, dtype=torch.int32))
 
 
 def test_names_and_folders() -> None:

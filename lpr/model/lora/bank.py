@@ -144,6 +144,8 @@ class _Native:
 
     def add(self, product: Tensor, states: Tensor, places: Tensor) -> None:
         assert native.add_low_rank is not None
+        if product.dtype is not states.dtype or not product.is_contiguous():  # it is written by its address
+            raise RuntimeError(f"a product of {states.dtype} gave {product.dtype} with strides {product.stride()}")
         states, rows = states.contiguous(), len(places)
         native.add_low_rank(
             states.data_ptr(), product.data_ptr(), rows, states.shape[-1], product.shape[-1], places.data_ptr(),
