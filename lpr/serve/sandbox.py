@@ -95,7 +95,7 @@ class Sandbox:
 class _Worker:
     def __init__(self, module: str) -> None:
         self._command = [sys.executable, "-m", "lpr.serve.sandboxed", module]
-        self._prepared: list[Any] | None = None
+        self._prepared = list[Any]()  # nothing, at first: its answer says that the process has started
         self._process: Process | None = None
         self._starting: asyncio.Task[Process] | None = None
         self._is_closed = False
@@ -135,7 +135,8 @@ class _Worker:
             # In a task of its own, for which `close` waits: asyncio can wait for ever in a start that is cancelled.
             self._starting = asyncio.create_task(self._started())
             process = await asyncio.shield(self._starting)
-        while (prepared := self._prepared) is not None and not self._is_prepared:
+        while not self._is_prepared:  # the time of a start is not the first task's
+            prepared = self._prepared
             await self._ask(process, Task(next(self._numbers), PREPARE, prepared, START_SECONDS / PATIENCE))
             self._is_prepared = prepared is self._prepared  # else it got other ones meanwhile
         return process

@@ -64,10 +64,10 @@ class Result(msgspec.Struct, array_like=True):
 
 def main(argv: list[str]) -> None:
     """Do tasks until the service hangs up."""
-    os.nice(NICE)
     confine()
     die_with_parent()  # after the above, which forgets it
     module = importlib.import_module(argv[0])
+    os.nice(NICE)  # now: tasks of clients stand behind, and not the start that they wait for
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     usual = soft if soft != resource.RLIM_INFINITY else 4 * STACK
     resource.setrlimit(resource.RLIMIT_STACK, (min(STACK, usual // 4), hard))
@@ -76,7 +76,8 @@ def main(argv: list[str]) -> None:
     while head := sys.stdin.buffer.read(4):
         task = decoder.decode(sys.stdin.buffer.read(struct.unpack(">I", head)[0]))
         if task.name == PREPARE:
-            module.prepare(*task.args)
+            if task.args:
+                module.prepare(*task.args)
             gc.collect()
             gc.freeze()  # so that no fork copies what all share
             reply = frame(Result(task.number))

@@ -50,8 +50,8 @@ def run(work, seconds=0.5, memory=64 << 20, size=1, weights=None):
 @pytest.mark.parametrize(
     "name, args, why",
     [
-        ("spin", [], "more than 0.5 s"),
-        ("spin_in_c", [], "more than 0.5 s"),
+        ("spin", [], "more than 0.1 s"),
+        ("spin_in_c", [], "more than 0.1 s"),
         ("sleep", [3600], "more time"),
         ("take", [256 << 20], "more memory"),
         ("take", [2**62], "more memory"),
@@ -63,14 +63,18 @@ def run(work, seconds=0.5, memory=64 << 20, size=1, weights=None):
 def test_a_task_that_needs_too_much_ends_alone(name, args, why):
     async def work(sandbox):
         before = await sandbox.run("tell")
-        began = time.monotonic()
-        with pytest.raises(ExhaustedError, match=why):
-            await sandbox.run(name, *args)
-        assert time.monotonic() - began < 20
+        for _ in range(4):
+            began = time.monotonic()
+            with pytest.raises(ExhaustedError) as found:
+                await sandbox.run(name, *args)
+            assert time.monotonic() - began < 20
+            if why in str(found.value):  # else a busy machine has not given it that time within its patience
+                break
+        assert why in str(found.value)
         after = await sandbox.run("tell")
         assert after[1] == before[1] and after[0] != before[0], "each task has a process of its own, of one parent"
 
-    run(work)
+    run(work, seconds=0.1)
 
 
 def test_what_a_task_returns_or_refuses_comes_back():
