@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import socket
+import weakref
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
@@ -90,6 +91,10 @@ class Connection(_Base):
     def connection_lost(self, exc: Exception | None) -> None:
         self._port.lost(self)
         super().connection_lost(exc)
+        # What refers to itself waits for the garbage collector, which holds up the loop with thousands at a time.
+        self._unset_keepalive_if_required()
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        self.transport.forget()  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
         """Give `data` to uvicorn, unless it is too much or unwanted."""
@@ -210,11 +215,15 @@ class _Transport:
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         self._transport = transport
-        self._connection = connection
+        self._connection = weakref.proxy(connection)
         self._is_lingering = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    def forget(self) -> None:
+        """Undo asyncio's reference of a transport to itself, when the connection is lost."""
+        vars(self._transport).pop("_read_ready_cb", None)
 
     def write(self, data: bytes) -> None:
         if not self._is_lingering:
