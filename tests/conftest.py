@@ -20,6 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Without bytecode each of some hundred processes that tests start compiles lpr, and each worker all tests, anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Step times that an engine measures are kept for its next start; tests start without those of earlier runs.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lpr-tests-")
 # Without a GPU, Triton kernels run in Triton's interpreter. It must be chosen before anything imports triton, so torch

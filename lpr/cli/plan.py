@@ -34,6 +34,7 @@ from lpr.planner.hardware import (
 )
 from lpr.planner.launches import step_launches
 from lpr.planner.prediction import Machine, Prediction, Setting, advantage, predict, read_measured
+from lpr.planner.roles import Compared, compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,8 @@ class Plan:
     machine: Machine
     predictions: dict[float, list[Prediction]]
     """By temperature, the requested one first, of the meshes that fit."""
+    divided: dict[float, list[Compared]]
+    """By temperature, ranks that verify beside ranks that draft with a copy, the fastest first; of one sequence."""
     choice: Footprint | None
     reason: str
     request_tokens: int
@@ -171,9 +174,10 @@ def make_plan(args: Args) -> Plan:
     fitting = [row.mesh for row in rows if row.fits(machine.gpu.memory)]
     temperatures = args.temperature, 0.0 if args.temperature > 0 else 0.8
     predictions = {at: [predict(replace(asked, temperature=at), mesh) for mesh in fitting] for at in temperatures}
+    divided = {at: compare(replace(asked, temperature=at), args.gpus, measured_values()) for at in temperatures}
     choice, reason = recommend(rows, asked, predictions[args.temperature])
     tokens = args.request_tokens, args.shared_tokens
-    return Plan(planned, facts, decode, dtype, rows, machine, predictions, choice, reason, *tokens)
+    return Plan(planned, facts, decode, dtype, rows, machine, predictions, divided, choice, reason, *tokens)
 
 
 def asked_for(args: Args) -> tuple[Planned, ModelFacts, Machine, str, dict[str, int]]:
@@ -269,6 +273,7 @@ def show(plan: Plan, console: Console) -> None:
             f"a copy that drafts (--self-draft, tp 1), GiB and least time of a pass: {'; '.join(copies)}; "
             "making one took 2 s for 135M parameters on a core"
         )
+        show_divided(plan, console)
     for row in plan.rows:
         if row.problem is not None:
             console.print(f"{row.mesh} is impossible: {row.problem}")
@@ -279,6 +284,19 @@ def show(plan: Plan, console: Console) -> None:
     style = "green" if plan.choice is not None else "bold red"
     mesh = f"lp {plan.choice.mesh.lp} x tp {plan.choice.mesh.tp}: " if plan.choice is not None else ""
     console.print(f"[{style}]{mesh}[/{style}]{plan.reason}")
+
+
+def show_divided(plan: Plan, console: Console) -> None:
+    """Ranks that draft beside those that verify, for one sequence: the best form of a copy for each division."""
+    columns = [
+        "verify + draft",
+        *(f"{'greedy' if at == 0 else f'T {at:g}'}: copy, tokens a step, tokens/s" for at in plan.divided),
+    ]
+    names = list(dict.fromkeys(str(each.roles) for found in plan.divided.values() for each in found))
+    best = {at: {str(each.roles): each for each in reversed(found)} for at, found in plan.divided.items()}
+    if names:
+        rows = [(name, *(str(best[at][name]) for at in plan.divided)) for name in names]
+        console.print(table("ranks that draft with a copy (--draft-ranks), one sequence, simulated", columns, rows))
 
 
 def copies_of(plan: Plan) -> dict[str, int]:
@@ -361,6 +379,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "request_tokens": plan.request_tokens,
         "shared_tokens": plan.shared_tokens,
         "nodes_per_rank": plan.decode.resolved().num_nodes,
+        "draft_ranks": [{"temperature": at, **each.as_json()} for at, found in plan.divided.items() for each in found],
         "meshes": [row_json(plan, row) for row in plan.rows],
         "recommended": None if plan.choice is None else asdict(plan.choice.mesh),
         "reason": plan.reason,
