@@ -22,7 +22,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Without bytecode each of some hundred processes that tests start compiles lpr, and each worker all tests, anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 # Step times that an engine measures are kept for its next start; tests start without those of earlier runs.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lpr-tests-")
 # Without a GPU, Triton kernels run in Triton's interpreter. It must be chosen before anything imports triton, so torch
@@ -44,6 +43,7 @@ from lpr.model.runner import TreeModel
 from lpr.planner import facts
 from tests.fakes.models import tiny_model
 
+sys.dont_write_bytecode = False
 MEASURING = {name: getattr(sizing, name) for name in ("ENOUGH", "PATIENCE", "LONGER", "AGREE", "time_forward")}
 """How an engine measures step times at its start, elsewhere; a test that needs true ones sets these."""
 
