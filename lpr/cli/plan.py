@@ -300,7 +300,6 @@ def show_divided(plan: Plan, console: Console) -> None:
 
 
 def copies_of(plan: Plan) -> dict[str, int]:
-    """Bytes of a copy that drafts, by its form."""
     return {form: copy_bytes(plan.facts, form) for form in FORMS}
 
 

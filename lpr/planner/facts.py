@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from lpr.config import DecodeConfig, InputError
+from lpr.config import DecodeConfig, InputError, first_line
 from lpr.model.adapter import Adapter
 from lpr.model.families import refusal
 from lpr.model.kv_cache import KVCache
@@ -33,7 +32,6 @@ from lpr.model.multimodal import empty_decoder
 from lpr.model.parallel import splits_heads, splits_layers
 from lpr.model.rewrite.sharded_layers import generic_name
 from lpr.model.step_inputs import Row
-from lpr.model.transformers_versions import passed
 
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -168,8 +166,7 @@ def read_config(source: str) -> PretrainedConfig:
 
 def reason_of(failure: Exception) -> str:
     """The type and the first line of an error, at most 300 characters."""
-    lines = str(failure).strip().splitlines() or ["no message"]
-    return f"{type(failure).__name__}: {lines[0]}"[:300]
+    return f"{type(failure).__name__}: {first_line(failure)}"[:300]
 
 
 def config_from(values: dict[str, Any]) -> PretrainedConfig:
@@ -282,14 +279,6 @@ def _filled_cache(model: PreTrainedModel) -> KVCache:
     cache = KVCache(1, 1)
     Adapter(model, attention="sdpa").logits([Row.chain(0, 0, [0], 1)], cache)
     return cache
-
-
-def kept_shapes(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Heads, key size and value size of each layer that keeps K/V, as one forward over `input_ids` shows them."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    model(input_ids=input_ids, use_cache=True, **passed(cache, model))
-    layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers]
 
 
 @dataclass(frozen=True)

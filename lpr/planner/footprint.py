@@ -143,10 +143,6 @@ _WHOLE = (
 )  # fmt: skip
 
 
-def _shard_numel(weights: Weights, facts: ModelFacts, tp: int) -> int:
-    return weights.count * math.prod(shard_shape(weights, facts, tp))
-
-
 def _shard_bytes(weights: Weights, facts: ModelFacts, tp: int, element_size: int) -> int:
     return weights.count * weights.num_bytes(shard_shape(weights, facts, tp), element_size)
 
@@ -189,7 +185,6 @@ def requests_at_once(pool_tokens: int, length: int, num_shared: int, num_ahead: 
 
 
 def payload_bytes(decode: DecodeConfig, lp: int) -> int:
-    """Bytes of each rank's payload in a step's all-gather."""
     return 4 * payload_words(decode.resolved(lp), decode.max_batch_size, lp, decode.carries_trees(lp))
 
 
@@ -216,7 +211,7 @@ def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> f
         if weights.is_lookup or len(weights.shape) < 2:
             continue
         share = facts.experts_per_token / facts.num_experts if weights.is_expert and facts.num_experts else 1.0
-        used += share * _shard_numel(weights, facts, tp)
+        used += share * weights.count * math.prod(shard_shape(weights, facts, tp))
     heads = facts.num_heads / tp if facts.splits_queries else facts.num_heads
     attention = 0.0
     for rows in facts.kept:

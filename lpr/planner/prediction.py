@@ -132,8 +132,6 @@ class Machine:
 
 
 class StepTime(NamedTuple):
-    """Seconds of the parts of a step."""
-
     forward: float
     tp: float
     lp: float

@@ -33,7 +33,6 @@ class Metrics:
     def count(
         self, drafts: Sequence[Sequence[int]], num_rows: int, seconds: float, num_learnt: int, token_cost: float
     ) -> None:
-        """Count a step of `num_rows` sequences."""
         self._cost.labels(num_rows).set(token_cost)
         self._drafted.inc(sum(map(len, drafts)))
         self._rows.inc(num_rows)

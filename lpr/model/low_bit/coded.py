@@ -40,7 +40,6 @@ class Coding:
 
     @property
     def num_groups(self) -> int:
-        """Groups of a row."""
         return -(-self.num_inputs // self.group)
 
     @property

@@ -25,7 +25,6 @@ class _LowBitTiles:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory."""
         return self._panels.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def address(self, bias: Tensor | None) -> Address:
@@ -53,7 +52,6 @@ class Int8Tiles(_LowBitTiles):
         self.scale: Tensor = scale.float().contiguous()
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """A copy of the weight [outputs, inputs]."""
         whole = self._panels.transpose(1, 2).contiguous().view(torch.int8).flatten(0, 1)
         values = whole[: self.num_outputs, : self.num_inputs]
         return (values.float() * self.scale[:, None]).to(dtype)
@@ -74,7 +72,6 @@ class Int4Tiles(_LowBitTiles):
         super().__init__(torch.cat([bytes_of_facts, (first | second << 4).flatten(2)], 2), num_outputs, num_inputs)
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """A copy of the weight [outputs, inputs]."""
         facts, both = self._panels.split([4 * PANEL, PANEL * GROUP // 2], 2)
         scale, low = facts.contiguous().view(torch.bfloat16).float().transpose(1, 2).split(PANEL, 1)
         fours = both.unflatten(2, (8, 16, 4)).permute(0, 3, 1, 2, 4)  # [panels, 16 outputs, groups, fours, 4]
