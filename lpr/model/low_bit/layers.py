@@ -94,9 +94,9 @@ class CodedTiles:
         """Lay out `rows` [outputs, row_bytes], for processors with `can_tile`."""
         self.coding, self.num_outputs, self.num_inputs = coding, len(rows), coding.num_inputs
         rows = F.pad(rows, (0, 0, 0, -len(rows) % PANEL))
-        scale, zero = coding.facts(rows)
-        facts = [each.unflatten(0, (-1, PANEL)) for each in ((scale,) if zero is None else (scale, -zero * scale))]
-        panels = as_bytes(torch.cat([each.transpose(1, 2).flatten(1) for each in facts], 1))
+        scale, zero = coding.scales(rows)
+        scales = [each.unflatten(0, (-1, PANEL)) for each in ((scale,) if zero is None else (scale, -zero * scale))]
+        panels = as_bytes(torch.cat([each.transpose(1, 2).flatten(1) for each in scales], 1))
         codes = rows[:, coding.row_bytes - coding.padded * BITS[coding.kind] // 8 :].contiguous()
         if BITS[coding.kind] == 4:  # words of 8 inputs, of 32 outputs together
             words = codes.view(torch.int32).unflatten(0, (-1, PANEL)).transpose(1, 2)
@@ -119,11 +119,11 @@ class CodedTiles:
         coding = self.coding
         size = 4 * coding.num_groups * (1 + coding.has_zero) * PANEL
         panels, words = self._panels[:, :size].contiguous(), self._panels[:, size:].contiguous()
-        facts = panels.view(torch.float32).unflatten(1, (-1, PANEL)).transpose(1, 2).contiguous()
+        scales = panels.view(torch.float32).unflatten(1, (-1, PANEL)).transpose(1, 2).contiguous()
         if coding.has_zero:  # they are whole numbers
-            scale, least = facts.split(coding.num_groups, 2)
-            facts = torch.cat([scale, (-least / scale).round_().nan_to_num_(0.0)], 2)
-        found = as_bytes(facts)
+            scale, least = scales.split(coding.num_groups, 2)
+            scales = torch.cat([scale, (-least / scale).round_().nan_to_num_(0.0)], 2)
+        found = as_bytes(scales)
         together = words.view(torch.int32) if BITS[coding.kind] == 4 else words
         codes = as_bytes(together.unflatten(1, (-1, PANEL)).transpose(1, 2))
         return torch.cat([found, codes], 2).flatten(0, 1)[: self.num_outputs]
