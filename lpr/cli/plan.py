@@ -331,7 +331,7 @@ _PARTS = (
 
 def memory_cells(plan: Plan, row: Footprint, needs: MemoryNeeds) -> list[str]:
     """The row of a mesh in the table of memory."""
-    parts = (*asdict(needs).values(), row.pool_tokens(plan.machine.gpu.memory) * row.kv_row_bytes + row.state_bytes)
+    parts = (*asdict(needs).values(), row.pool_tokens(plan.machine.gpu.memory) * row.kv_token_bytes + row.state_bytes)
     left = row.left_bytes(plan.machine.gpu.memory)
     return [
         str(row.mesh),

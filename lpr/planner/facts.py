@@ -59,7 +59,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class KeptHeads:
     """The K and V heads that `count` layers keep per token, and their sizes; without values the keys of an indexer."""
 
     num_heads: int
@@ -118,7 +118,7 @@ class ModelFacts:
     model_type: str
     dtype: str  # the checkpoint's own, bfloat16 if the config does not say
     weights: tuple[Weights, ...]
-    kept: tuple[KeptRows, ...]
+    kept: tuple[KeptHeads, ...]
     states: tuple[KeptState, ...]  # of recurrent layers, whole on every rank
     indexer_heads: int  # heads of sparse attention's indexers, which score every key
     collectives: tuple[Collective, ...]  # those of one forward along tp; empty without a plan
@@ -197,7 +197,7 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
     if reason is not None:
         raise InputError(f"{name}: model type {text.model_type!r} cannot run a token tree: {reason}")
     pairs = [(keys.shape[1], keys.shape[2], values.shape[2]) for keys, values in cache.layer_tensors.values()]
-    kept = tuple(KeptRows(*shape, count) for shape, count in Counter(pairs).items())
+    kept = tuple(KeptHeads(*shape, count) for shape, count in Counter(pairs).items())
     found = Counter((tuple(state.shape), site[0] == "scan") for site, state in cache.states.of(0).items())
     plan = dict(model.tp_plan or {})
     splits = [key.rpartition(".")[2] for key, style in plan.items() if style == "colwise"]
@@ -217,7 +217,7 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         fused_heads=any(name in _FUSED for name in splits),
         num_layers=text.num_hidden_layers,
         num_heads=_num_heads(text),
-        num_kv_heads=max((rows.num_heads for rows in kept), default=1),
+        num_kv_heads=max((each.num_heads for each in kept), default=1),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         max_positions=_first(text, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
