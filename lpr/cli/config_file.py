@@ -47,17 +47,17 @@ def read_config(path: Path, kind: type[T], groups: Mapping[str, type], base: Map
         values = tomllib.loads(text)
     except ValueError as failure:
         raise InputError(f"--config {path} is not TOML: {failure}") from failure
-    homes = {field.name: "" for field in fields(cast(Any, kind)) if field.name not in (*groups, "config")}
+    group_of = {field.name: "" for field in fields(cast(Any, kind)) if field.name not in (*groups, "config")}
     hints = dict(get_type_hints(kind))
     for group, each in groups.items():
-        homes |= {field.name: group for field in fields(each)}
+        group_of |= {field.name: group for field in fields(each)}
         hints |= get_type_hints(each)
     parts: dict[str, dict[str, Any]] = {"": {}, **{group: dict(base.get(group, {})) for group in groups}}
     for name, value in _with_mesh(path, values).items():
-        if name not in homes:
+        if name not in group_of:
             raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
         try:
-            parts[homes[name]][name] = _read(value, hints[name])
+            parts[group_of[name]][name] = _read(value, hints[name])
         except msgspec.ValidationError as failure:
             raise InputError(f"--config {path}: {name} = {value!r}: {failure}") from failure
     try:
