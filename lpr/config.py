@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -41,6 +42,15 @@ def first_line(failure: BaseException | str) -> str:
     """The first line of an error's message; the name of its type if the message is empty."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     return lines[0] if lines else type(failure).__name__
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file in UTF-8, with or without a byte order mark; raises InputError, which says `what` it is."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as failure:
+        reason = getattr(failure, "strerror", None) or failure
+        raise InputError(f"cannot read {what} {path}: {reason}") from failure
 
 
 def _require(condition: bool, message: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import stat
 import uuid
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def replace_file(path: Path, data: bytes, *, probe: bool = False, private: bool = False) -> None:
@@ -59,6 +61,13 @@ def append_whole(file: BinaryIO, data: bytes) -> None:
                 why = failure.strerror if isinstance(failure, OSError) else type(failure).__name__
                 raise OSError(errno.EIO, f"{why}; its last line is cut") from failure
         raise
+
+
+def checksum_of(header: dict[str, Any], data: bytes) -> str:
+    """What a file of lpr's keeps of its header and its content, to find damage by."""
+    content = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
+    content.update(data)
+    return content.hexdigest()
 
 
 def _target(path: Path) -> Path:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, g
 
 import msgspec
 
-from lpr.config import InputError
+from lpr.config import InputError, read_text
 
 T = TypeVar("T")
 
@@ -42,23 +42,22 @@ def defaults(
 
 def read_config(path: Path, kind: type[T], groups: Mapping[str, type], base: Mapping[str, Mapping[str, Any]]) -> T:
     """The values of a TOML file, over `base` and the defaults of `kind`; raises InputError."""
+    text = read_text(path, "--config")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as failure:
-        raise InputError(f"cannot read --config {path}: {failure.strerror or failure}") from failure
+        values = tomllib.loads(text)
     except ValueError as failure:
         raise InputError(f"--config {path} is not TOML: {failure}") from failure
-    homes = {field.name: "" for field in fields(cast(Any, kind)) if field.name not in (*groups, "config")}
+    group_of = {field.name: "" for field in fields(cast(Any, kind)) if field.name not in (*groups, "config")}
     hints = dict(get_type_hints(kind))
     for group, each in groups.items():
-        homes |= {field.name: group for field in fields(each)}
+        group_of |= {field.name: group for field in fields(each)}
         hints |= get_type_hints(each)
     parts: dict[str, dict[str, Any]] = {"": {}, **{group: dict(base.get(group, {})) for group in groups}}
     for name, value in _with_mesh(path, values).items():
-        if name not in homes:
+        if name not in group_of:
             raise InputError(f"--config {path}: unknown key {name!r}; keys are flags with underscores")
         try:
-            parts[homes[name]][name] = _read(value, hints[name])
+            parts[group_of[name]][name] = _read(value, hints[name])
         except msgspec.ValidationError as failure:
             raise InputError(f"--config {path}: {name} = {value!r}: {failure}") from failure
     try:

@@ -57,8 +57,6 @@ class Args:
 
 
 class Piece(NamedTuple):
-    """Some text of a document."""
-
     text: str
     ends_document: bool
 

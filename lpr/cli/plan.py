@@ -21,7 +21,7 @@ from lpr.model.low_bit.products import FORMS
 from lpr.model.reserve import CONTEXT, MemoryNeeds
 from lpr.model.rewrite.table import dry_run
 from lpr.planner.facts import DTYPE_SIZES, ModelFacts, Planned, facts_of, measured_values, preset_names, resolve
-from lpr.planner.footprint import Footprint, Mesh, copy_bytes, footprint, meshes, requests_at_once
+from lpr.planner.footprint import Footprint, Mesh, copy_bytes, footprint, meshes, requests_at_once, step_launches
 from lpr.planner.hardware import (
     DEFAULT_GPU,
     GIB,
@@ -32,7 +32,6 @@ from lpr.planner.hardware import (
     parse_bandwidth,
     parse_size,
 )
-from lpr.planner.launches import step_launches
 from lpr.planner.prediction import Machine, Prediction, Setting, advantage, predict, read_measured
 from lpr.planner.roles import Compared, compare
 
@@ -300,7 +299,6 @@ def show_divided(plan: Plan, console: Console) -> None:
 
 
 def copies_of(plan: Plan) -> dict[str, int]:
-    """Bytes of a copy that drafts, by its form."""
     return {form: copy_bytes(plan.facts, form) for form in FORMS}
 
 
@@ -332,7 +330,7 @@ _PARTS = (
 
 def memory_cells(plan: Plan, row: Footprint, needs: MemoryNeeds) -> list[str]:
     """The row of a mesh in the table of memory."""
-    parts = (*asdict(needs).values(), row.pool_tokens(plan.machine.gpu.memory) * row.kv_row_bytes + row.state_bytes)
+    parts = (*asdict(needs).values(), row.pool_tokens(plan.machine.gpu.memory) * row.kv_token_bytes + row.state_bytes)
     left = row.left_bytes(plan.machine.gpu.memory)
     return [
         str(row.mesh),

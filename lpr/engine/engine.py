@@ -7,41 +7,32 @@ the scheduler gives it slots, and each step (`Replica.schedule`, `run`, `update`
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 from transformers import PreTrainedModel
 
-from lpr.config import DecodeConfig, InputError, SamplingParams, TreeSizes
-from lpr.core.digest import digest_of
-from lpr.core.step_times import StepTimes
-from lpr.core.suffix_index import END
-from lpr.dist.comm import Comm, agree, is_driver
-from lpr.engine.commands import Compile, Configure, Costs, Drain, Learn, LoadAdapter, UnloadAdapter
+from lpr.config import DecodeConfig, InputError, SamplingParams
+from lpr.dist.comm import Comm, is_driver
+from lpr.engine.commands import Compile, Configure, Costs, Drain
 from lpr.engine.driver import Driver
-from lpr.engine.hooks import StepHooks
-from lpr.engine.options import EngineOptions, named_folders
+from lpr.engine.engine_base import EngineBase
+from lpr.engine.options import EngineOptions
 from lpr.engine.prepare import load_on_all
 from lpr.engine.replica import Replica
 from lpr.engine.request import Completion, Prompt, Request
-from lpr.engine.requests import check_history, check_request, checked_ids, encode_prediction, encode_prompt
-from lpr.engine.trie_file import fingerprint_of, read_history, write_trie
+from lpr.engine.requests import check_request, encode_prediction, encode_prompt
 from lpr.engine.turns import in_turn
 from lpr.model.loader import Loaded, wrap
 from lpr.model.modes import in_own_modes
 from lpr.model.sampling.processors import Processor
 from lpr.protocol import Abort, Chunk, RequestId, Stop, Submit
-from lpr.sched.scheduler import Scheduler
 
 
-class Engine:
+class Engine(EngineBase):
     """Decodes requests with one model; `generate` and `stream` do all of it, `submit` and `step` let you drive it.
 
     The output of a request depends on the model, its prompt, SamplingParams and processors only, never on the
@@ -292,191 +283,7 @@ class Engine:
         self.model.release()
 
     @in_turn
-    @in_own_modes
-    def configure(self, decode: DecodeConfig, *, keep_drafts: bool = False) -> None:
-        """Decode further requests with other settings; needs an idle engine.
-
-        Forgets the learned outputs, unless `keep_drafts` asks for them and `trie_capacity` stays the same.
-        """
-        self._require_idle("configure")
-        self.driver.post_and_wait(Configure(decode, keep_drafts))
-
-    def weights_changed(self) -> None:
-        """Forget all K/V, as the model's weights are others; needs an idle engine.
-
-        An engine notices changed weights by itself, except for writes by way of `.data` to a small part of a parameter.
-        Raises InputError if it was loaded by `from_pretrained` on a CPU, which keeps a copy of the weights.
-        """
-        self.replica.watch.note_change()
-        self.configure(self.decode, keep_drafts=True)
-
-    @in_turn
-    def learn(self, *documents: Sequence[int]) -> None:
-        """Let further requests draft from outputs, as if just decoded; raises InputError for ids of no token."""
-        known = [self._ids(document, "a document is a list of token ids") for document in documents]
-        self.driver.post(Learn(b"".join(np.array([*ids, END], np.int32).tobytes() for ids in known if ids)))
-
-    @in_turn
-    def learn_history(self, history: np.ndarray, tenant: str = "", read_to: str = "") -> None:
-        """Let a tenant's further requests draft from documents that END separates, int32 [num_tokens].
-
-        They come from other replicas of a fleet, whose stream was read up to its entry `read_to` with them. Raises
-        InputError for an id outside the vocabulary.
-        """
-        check_history(history, self.model.vocab_size)
-        self.driver.post(Learn(history.tobytes(), tenant=tenant, read_to=read_to))
-
-    @in_turn
-    def load_adapter(self, name: str, folder: str | Path) -> Future[None]:
-        """Load a LoRA adapter in PEFT's format on all ranks, for requests that name it; it replaces one of that name.
-
-        With one rank it is loaded when this returns. With several ranks all read the folder after the running step,
-        and the result says when they have, or raises InputError if one could not. Raises InputError for a folder that
-        cannot be read, with one rank for any failure.
-        """
-        adapters, command = self.replica.adapters, None
-        if is_driver(self.comm):
-            command = adapters.command(name, folder)
-        return self._post_for(name, command)
-
-    @in_turn
-    def unload_adapter(self, name: str) -> Future[None]:
-        """Take no further requests for an adapter; its weights go with its last request. As `load_adapter`."""
-        return self._post_for(name, UnloadAdapter(name))
-
-    def _post_for(self, name: str, command: LoadAdapter | UnloadAdapter | None) -> Future[None]:
-        self.replica.check_open()
-        done = self.replica.adapters.expect(name)
-        if command is not None:
-            self.driver.post(command)
-        if done.done():
-            done.result()
-        return done
-
-    def _load_at_start(self) -> None:
-        """Load the adapters of the options; raises the same InputError on all ranks."""
-        commands, failure, adapters = list[LoadAdapter](), None, self.replica.adapters
-        try:
-            for name, folder in named_folders(self.options.lora_modules).items():
-                commands.append(adapters.command(name, folder))
-        except InputError as error:
-            failure = str(error)
-        agree(self.comm, failure, {"set of adapters": digest_of(repr([(each.name, each.digest) for each in commands]))})
-        for command in commands:
-            loaded = adapters.expect(command.name)
-            self.driver.post_and_wait(command)
-            loaded.result(0)
-
-    @property
-    def adapters(self) -> Mapping[str, str]:
-        """The folders of the loaded adapters, by name."""
-        return MappingProxyType({name: each.path for name, each in self.replica.adapters.names.items()})
-
-    @in_turn
     def compile(self, grammar: str) -> Future[Any] | None:
         """Compile a grammar on all ranks beside their steps; tells when this rank has done it, None if it cannot."""
         self.driver.post(Compile(grammar))
         return self.replica.requests.compile(grammar, self.model.vocab_size)
-
-    @in_turn
-    def learned(self, tenant: str = "") -> tuple[np.ndarray, str]:
-        """The outputs that a tenant's requests draft from, and the last entry of its stream in them.
-
-        int32 [num_tokens]: documents that END separates, the oldest first.
-        """
-        return self.replica.drafts.history(tenant), self.read_to.get(tenant, "")
-
-    @property
-    def read_to(self) -> Mapping[str, str]:
-        """By tenant, the last entry of its stream that was learned (see `learn_history`)."""
-        return MappingProxyType(self.replica.drafts.read_to)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Identifies the vocabulary: a saved trie fits engines with the same fingerprint."""
-        return fingerprint_of(self.tokenizer, self.model.vocab_size)
-
-    @in_turn
-    def save_trie(self, path: str | Path) -> Path:
-        """Write the learned outputs to a file, as a whole or not at all; returns it. Raises InputError."""
-        return write_trie(path, self.replica.drafts.shared, self.fingerprint)
-
-    @in_turn
-    def load_trie(self, path: str | Path) -> None:
-        """Draft from the outputs in a file instead of those learned so far; of too many, the newest are taken.
-
-        With several ranks only rank 0 reads the file. Raises InputError for a file that `save_trie` did not write,
-        that is damaged, or of another tokenizer.
-        """
-        self._require_idle("load_trie")
-        history = np.empty(0, np.int32)
-        if is_driver(self.comm):
-            history = read_history(path, self.fingerprint, self.model.vocab_size)[-self.sizes.trie_capacity :]
-        self.driver.post_and_wait(Learn(history.tobytes(), replace=True))
-
-    def _ids(self, ids: Sequence[int], rule: str) -> list[int]:
-        return checked_ids(ids, self.model.vocab_size, rule)
-
-    def _require_idle(self, name: str) -> None:
-        self.turns.refuse_within(name)
-        if not self.is_idle:
-            raise RuntimeError(f"{name} needs an engine without requests")
-
-    @property
-    def hooks(self) -> StepHooks:
-        """Called by every step; settable (lpr.engine.hooks)."""
-        return self.replica.hooks
-
-    @hooks.setter
-    def hooks(self, hooks: StepHooks) -> None:
-        self.replica.hooks = hooks
-
-    @property
-    def requests(self) -> Mapping[RequestId, Request]:
-        """Submitted and unfinished requests by their ids, the same on every rank."""
-        return MappingProxyType(self.replica.requests.open)
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no request waits or runs, and none is about to be submitted."""
-        return self.scheduler.is_idle and not self.replica.requests.announced
-
-    @property
-    def is_stopped(self) -> bool:
-        """True if the driver has ended the job, or this rank has left it after an exception."""
-        return self.replica.closed is not None
-
-    @property
-    def scheduler(self) -> Scheduler[Request]:
-        """Waiting and running requests; another object after `configure`."""
-        return self.replica.scheduler
-
-    @property
-    def decode(self) -> DecodeConfig:
-        """The current settings."""
-        return self.replica.decode
-
-    @property
-    def sizes(self) -> TreeSizes:
-        """The current settings in numbers, where `decode` leaves them open."""
-        return self.replica.sizes
-
-    @property
-    def memory(self) -> str | None:
-        """What this rank's GPU memory is for, and what is left of it, as one line; None on a CPU."""
-        return self.replica.memory
-
-    @property
-    def max_length(self) -> int:
-        """Most tokens of a sequence, prompt included."""
-        return self.replica.max_length
-
-    @property
-    def step_times(self) -> StepTimes | None:
-        """Step times that all ranks decide by now; None where sizes are fixed."""
-        return self.replica.sizer.times
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes that each rank contributes to the all-gather of a full batch's step."""
-        return self.replica.exchange.payload_bytes

@@ -16,7 +16,6 @@ It holds users' outputs, so only its owner can read it (0600, new folders 0700),
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from safetensors.numpy import save
 
 from lpr.config import InputError
 from lpr.core.suffix_index import END, SuffixIndex
-from lpr.files import replace_file
+from lpr.files import checksum_of, replace_file
 from lpr.model.loader import tokenizer_digest
 
 VERSION = 1
@@ -66,7 +65,7 @@ def write_trie(path: str | Path, trie: SuffixIndex, fingerprint: str) -> Path:
         "num_tokens": len(tokens),
         "num_documents": num_documents(tokens),
     }
-    header = json.dumps({**facts, "checksum": _checksum(facts, tokens)})
+    header = json.dumps({**facts, "checksum": checksum_of(facts, tokens.tobytes())})
     try:
         replace_file(path, save({"tokens": tokens}, {_KEY: header}), private=True)
     except OSError as failure:
@@ -94,8 +93,8 @@ def read_trie(path: str | Path, fingerprint: str | None = None) -> np.ndarray:
         raise InputError(f"{path} is no trie file, or damaged: {failure}; delete it to start anew") from failure
     except OSError as failure:
         raise InputError(f"cannot read the trie {path}: {failure.strerror or failure}") from failure
-    checksum = facts.pop("checksum", None)
-    if tokens.dtype != np.int32 or tokens.ndim != 1 or checksum != _checksum(facts, tokens):
+    checksum, content = facts.pop("checksum", None), tokens.astype("<i4", copy=False).tobytes()
+    if tokens.dtype != np.int32 or tokens.ndim != 1 or checksum != checksum_of(facts, content):
         raise InputError(f"the trie {path} is damaged: its checksum does not fit its content; delete it to start anew")
     return tokens
 
@@ -127,9 +126,3 @@ def _facts(path: Path, header: str | None) -> dict[str, Any]:
             f"the trie {path} has version {facts['version']!r} and this lpr reads version {VERSION}: give another path"
         )
     return facts
-
-
-def _checksum(facts: dict[str, Any], tokens: np.ndarray) -> str:
-    content = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
-    content.update(tokens.astype("<i4", copy=False).tobytes())
-    return content.hexdigest()

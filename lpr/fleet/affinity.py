@@ -67,7 +67,6 @@ def _message(message: Any) -> str:
 
 
 def _text(content: Any) -> str:
-    """A text, or the texts of its parts."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return str(content or "")

@@ -91,8 +91,6 @@ class Batch(NamedTuple):
 
 
 class Inbox:
-    """Batches in their order."""
-
     def __init__(self, wake: Callable[[], None]) -> None:
         """An empty queue; the reader's thread calls `wake` when it adds a batch."""
         self._wake, self._lock = wake, threading.Lock()
@@ -108,7 +106,6 @@ class Inbox:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to learn."""
         return not self._batches
 
     def put(self, batch: Batch) -> None:

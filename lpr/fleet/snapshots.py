@@ -9,7 +9,6 @@ that it covers), num_tokens, and a checksum of all that. A new replica learns th
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import queue
 import random
@@ -24,7 +23,7 @@ from redis import Redis
 from safetensors.numpy import load, save
 
 from lpr.core.digest import digest_of
-from lpr.files import replace_file
+from lpr.files import checksum_of, replace_file
 from lpr.fleet.counts import DraftCounts
 from lpr.fleet.entries import Batch
 from lpr.fleet.options import scheme_of
@@ -88,7 +87,6 @@ class Objects:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """As Folder.write; raises what the store's library raises."""
         self._obstore.put(self._store, name, data)
 
 
@@ -96,7 +94,6 @@ Place = Folder | Objects  # where snapshots are kept
 
 
 def place_of(where: str) -> Place:
-    """The place that --draft-snapshots names."""
     return Objects(where) if scheme_of(where) else Folder(Path(where))
 
 
@@ -108,7 +105,7 @@ def to_bytes(stream: str, history: np.ndarray, read_to: str) -> bytes:
     """A snapshot of `history` (int32 [num_tokens]), which covers the stream up to its entry `read_to`."""
     tokens = history.astype("<i4", copy=False)
     facts = {"version": VERSION, "stream": stream, "read_to": read_to, "num_tokens": len(tokens)}
-    return save({"tokens": tokens}, {_KEY: json.dumps({**facts, "checksum": _checksum(facts, tokens)})})
+    return save({"tokens": tokens}, {_KEY: json.dumps({**facts, "checksum": checksum_of(facts, tokens.tobytes())})})
 
 
 def from_bytes(stream: str, data: bytes) -> tuple[np.ndarray, str]:
@@ -119,7 +116,7 @@ def from_bytes(stream: str, data: bytes) -> tuple[np.ndarray, str]:
         facts = json.loads(header["__metadata__"][_KEY])
         tokens = load(data)["tokens"]
         checksum = facts.pop("checksum")
-        is_whole = tokens.dtype == np.int32 and tokens.ndim == 1 and checksum == _checksum(facts, tokens)
+        is_whole = tokens.dtype == np.int32 and tokens.ndim == 1 and checksum == checksum_of(facts, tokens.tobytes())
         found = facts["version"], facts["stream"]
         read_to = str(facts["read_to"])
     except Exception as failure:  # whatever a damaged file makes a parser raise
@@ -131,19 +128,11 @@ def from_bytes(stream: str, data: bytes) -> tuple[np.ndarray, str]:
     return tokens, read_to
 
 
-def _checksum(facts: dict[str, Any], tokens: np.ndarray) -> str:
-    content = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
-    content.update(tokens.tobytes())
-    return content.hexdigest()
-
-
 ANSWER_SECONDS = 10.0  # time for the step loop to `offer` what it has learned
 _LOOK_EVERY = 0.2
 
 
 class SnapshotKeeper:
-    """The snapshots of one replica's tenants."""
-
     def __init__(
         self, store: Redis, place: Place, every: float, counts: DraftCounts, key_of: Callable[[str], str],
         tenants: Callable[[], Sequence[str]], wake: Callable[[], None], *, unreadable: Callable[[Exception], None],

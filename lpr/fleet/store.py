@@ -57,7 +57,6 @@ class Metered:
         return data
 
     def recv_into(self, buffer: Any, size: int = 0) -> int:
-        """As the socket's; raises TooLongError or TimeoutError."""
         self._check()
         count: int = self._socket.recv_into(buffer, size)
         self._left -= count

@@ -136,7 +136,6 @@ class Reader:
 
     @property
     def tenants(self) -> list[str]:
-        """Tenants whose streams are followed."""
         with self._lock:
             return list(self._streams)
 
@@ -264,7 +263,6 @@ class Reader:
 
 
 def is_id(text: str) -> bool:
-    """True for the id of a stream's entry."""
     return _ID.fullmatch(text) is not None
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lpr.config import PAGE_SIZE, InputError, SamplingParams
 from lpr.core.heads import HeadDraft
 from lpr.model.adapter import Adapter, ShareHeights
-from lpr.model.cpu.memory import settle
+from lpr.model.cpu.memory import wait_for_pages
 from lpr.model.eager_forward import EagerForward
 from lpr.model.graph_capture import Capturer, CudaCapturer, uncapturable
 from lpr.model.graph_inputs import PACKED_BUCKETS
@@ -178,7 +178,7 @@ class TreeModel:
 
     def free_bytes(self, num_sharing: int) -> int | None:
         """Bytes for the cache on this rank's device, which `num_sharing` ranks share; None: unknown."""
-        settle()
+        wait_for_pages()
         free = free_bytes(self.device)
         # The present cache makes room for the new one.
         return None if free is None else free // num_sharing + (self.cache.num_bytes if self.cache is not None else 0)

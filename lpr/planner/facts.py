@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from lpr.config import DecodeConfig, InputError
+from lpr.config import DecodeConfig, InputError, first_line
 from lpr.model.adapter import Adapter
 from lpr.model.families import refusal
 from lpr.model.kv_cache import KVCache
@@ -33,7 +32,6 @@ from lpr.model.multimodal import empty_decoder
 from lpr.model.parallel import splits_heads, splits_layers
 from lpr.model.rewrite.sharded_layers import generic_name
 from lpr.model.step_inputs import Row
-from lpr.model.transformers_versions import passed
 
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -61,7 +59,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class KeptHeads:
     """The K and V heads that `count` layers keep per token, and their sizes; without values the keys of an indexer."""
 
     num_heads: int
@@ -120,7 +118,7 @@ class ModelFacts:
     model_type: str
     dtype: str  # the checkpoint's own, bfloat16 if the config does not say
     weights: tuple[Weights, ...]
-    kept: tuple[KeptRows, ...]
+    kept: tuple[KeptHeads, ...]
     states: tuple[KeptState, ...]  # of recurrent layers, whole on every rank
     indexer_heads: int  # heads of sparse attention's indexers, which score every key
     collectives: tuple[Collective, ...]  # those of one forward along tp; empty without a plan
@@ -168,8 +166,7 @@ def read_config(source: str) -> PretrainedConfig:
 
 def reason_of(failure: Exception) -> str:
     """The type and the first line of an error, at most 300 characters."""
-    lines = str(failure).strip().splitlines() or ["no message"]
-    return f"{type(failure).__name__}: {lines[0]}"[:300]
+    return f"{type(failure).__name__}: {first_line(failure)}"[:300]
 
 
 def config_from(values: dict[str, Any]) -> PretrainedConfig:
@@ -200,7 +197,7 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
     if reason is not None:
         raise InputError(f"{name}: model type {text.model_type!r} cannot run a token tree: {reason}")
     pairs = [(keys.shape[1], keys.shape[2], values.shape[2]) for keys, values in cache.layer_tensors.values()]
-    kept = tuple(KeptRows(*shape, count) for shape, count in Counter(pairs).items())
+    kept = tuple(KeptHeads(*shape, count) for shape, count in Counter(pairs).items())
     found = Counter((tuple(state.shape), site[0] == "scan") for site, state in cache.states.of(0).items())
     plan = dict(model.tp_plan or {})
     splits = [key.rpartition(".")[2] for key, style in plan.items() if style == "colwise"]
@@ -220,7 +217,7 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         fused_heads=any(name in _FUSED for name in splits),
         num_layers=text.num_hidden_layers,
         num_heads=_num_heads(text),
-        num_kv_heads=max((rows.num_heads for rows in kept), default=1),
+        num_kv_heads=max((each.num_heads for each in kept), default=1),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         max_positions=_first(text, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
@@ -282,14 +279,6 @@ def _filled_cache(model: PreTrainedModel) -> KVCache:
     cache = KVCache(1, 1)
     Adapter(model, attention="sdpa").logits([Row.chain(0, 0, [0], 1)], cache)
     return cache
-
-
-def kept_shapes(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Heads, key size and value size of each layer that keeps K/V, as one forward over `input_ids` shows them."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    model(input_ids=input_ids, use_cache=True, **passed(cache, model))
-    layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers]
 
 
 @dataclass(frozen=True)

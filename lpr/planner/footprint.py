@@ -19,7 +19,7 @@ from lpr.model.reserve import MemoryNeeds, RankSizes, Steps, memory_needs
 from lpr.planner.facts import ModelFacts, Weights
 from lpr.sched.state_snapshots import SNAPSHOTS_PER_SLOT
 
-KV_BUCKET = 256  # padding of a sequence's rows on a GPU, as in TreeModel
+KV_BUCKET = 256  # padding of a sequence's entries on a GPU, as in TreeModel
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Footprint:
     problem: str | None  # the reason why the model cannot be split so; the other fields are 0 then
     needs: MemoryNeeds | None = None  # what the memory holds besides K/V and states
     kv_bytes: int = 0  # K/V and states of the requests that must run at once, each with a full context
-    kv_row_bytes: int = 0  # K/V of one token
+    kv_token_bytes: int = 0  # K/V of one token
     state_bytes: int = 0  # states of recurrent layers with their snapshots, a part of `kv_bytes`
     step_bytes: int = 0  # least bytes that a step reads: the weights it uses and the K/V of a full context
     lp: Traffic = Traffic(0, 0)
@@ -81,11 +81,11 @@ class Footprint:
         """Tokens whose K/V lpr makes room for on a GPU with `memory` bytes, as the engine sizes its pool of pages."""
         if self.needs is None or (free := memory - self.needs.before - self.state_bytes) <= 0:
             return 0
-        return int(GPU_SHARE * usable_tokens(free, self.kv_row_bytes, self.needs.steps)) // PAGE_SIZE * PAGE_SIZE
+        return int(GPU_SHARE * usable_tokens(free, self.kv_token_bytes, self.needs.steps)) // PAGE_SIZE * PAGE_SIZE
 
     def left_bytes(self, memory: int) -> int:
         """What is left of a GPU with `memory` bytes once the engine has made its pool; below 0 without room for one."""
-        pool = self.pool_tokens(memory) * self.kv_row_bytes + self.state_bytes
+        pool = self.pool_tokens(memory) * self.kv_token_bytes + self.state_bytes
         return memory - pool - (self.needs.total if self.needs is not None else 0)
 
 
@@ -143,10 +143,6 @@ _WHOLE = (
 )  # fmt: skip
 
 
-def _shard_numel(weights: Weights, facts: ModelFacts, tp: int) -> int:
-    return weights.count * math.prod(shard_shape(weights, facts, tp))
-
-
 def _shard_bytes(weights: Weights, facts: ModelFacts, tp: int, element_size: int) -> int:
     return weights.count * weights.num_bytes(shard_shape(weights, facts, tp), element_size)
 
@@ -166,14 +162,14 @@ def copy_bytes(facts: ModelFacts, form: Form) -> int:
     return int(total)
 
 
-def kv_row_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
+def kv_token_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
     """Bytes of K and V of one token in all layers, on one rank."""
     parts = tp if facts.splits_kv else 1
-    heads = ((rows.count * max(1, rows.num_heads // parts), rows.key_dim + rows.value_dim) for rows in facts.kept)
+    heads = ((each.count * max(1, each.num_heads // parts), each.key_dim + each.value_dim) for each in facts.kept)
     return element_size * sum(count * size for count, size in heads)
 
 
-def kv_rows(decode: DecodeConfig, lp: int, max_length: int) -> int:
+def kv_entries(decode: DecodeConfig, lp: int, max_length: int) -> int:
     """Entries of one slot of the KV cache, padded as TreeModel.allocate pads them."""
     return round_up(max_length + decode.resolved(lp).evaluated_capacity(lp) + 1, KV_BUCKET)
 
@@ -189,7 +185,6 @@ def requests_at_once(pool_tokens: int, length: int, num_shared: int, num_ahead: 
 
 
 def payload_bytes(decode: DecodeConfig, lp: int) -> int:
-    """Bytes of each rank's payload in a step's all-gather."""
     return 4 * payload_words(decode.resolved(lp), decode.max_batch_size, lp, decode.carries_trees(lp))
 
 
@@ -216,11 +211,11 @@ def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> f
         if weights.is_lookup or len(weights.shape) < 2:
             continue
         share = facts.experts_per_token / facts.num_experts if weights.is_expert and facts.num_experts else 1.0
-        used += share * _shard_numel(weights, facts, tp)
+        used += share * weights.count * math.prod(shard_shape(weights, facts, tp))
     heads = facts.num_heads / tp if facts.splits_queries else facts.num_heads
     attention = 0.0
-    for rows in facts.kept:
-        attention += rows.count * (rows.key_dim + rows.value_dim) * (heads if rows.value_dim else facts.indexer_heads)
+    for kept in facts.kept:
+        attention += kept.count * (kept.key_dim + kept.value_dim) * (heads if kept.value_dim else facts.indexer_heads)
     return 2.0 * num_tokens * (used + attention * num_kv) + sum(each.flops(num_tokens) for each in facts.states)
 
 
@@ -265,7 +260,7 @@ def footprint(
         return Footprint(mesh, problem)
     batch = decode.max_batch_size
     tokens = batch * decode.resolved().num_nodes
-    row_bytes, states = kv_row_bytes(facts, mesh.tp, element_size), batch * facts.state_bytes(element_size)
+    token_bytes, states = kv_token_bytes(facts, mesh.tp, element_size), batch * facts.state_bytes(element_size)
     places = (1 + SNAPSHOTS_PER_SLOT) * states
     num_ahead = decode.resolved(mesh.lp).evaluated_capacity(mesh.lp)
     prompt = min(decode.prefill_chunk, max_length)
@@ -274,11 +269,29 @@ def footprint(
         mesh=mesh,
         problem=None,
         needs=memory_needs(rank_sizes(facts, mesh.tp, element_size), steps, (mesh.lp > 1) + (mesh.tp > 1)),
-        # One row is spare, for padding.
-        kv_bytes=((num_full or batch) * kv_rows(decode, mesh.lp, max_length) + 1) * row_bytes + places,
-        kv_row_bytes=row_bytes,
+        # One entry is spare, for padding.
+        kv_bytes=((num_full or batch) * kv_entries(decode, mesh.lp, max_length) + 1) * token_bytes + places,
+        kv_token_bytes=token_bytes,
         state_bytes=places,
-        step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * row_bytes + states,
+        step_bytes=read_bytes(facts, mesh.tp, element_size, tokens) + batch * max_length * token_bytes + states,
         lp=Traffic(1, payload_bytes(decode, mesh.lp)) if mesh.lp > 1 else Traffic(0, 0),
         tp=tp_traffic(facts, tokens, tokens, element_size, mesh.tp) if mesh.tp > 1 else Traffic(0, 0),
     )
+
+
+# Kernels and collectives that a compiled step launches, by the counts of tests/fakes/kernel_counts.py.
+COUNTED = ("llama", "mistral")  # model types whose layers were counted
+LAYER = 10
+"""Norm, queries to values, rotation and cache writes, attention in two, output, norm, gate and up, SiLU, down."""
+ENDS = 2  # the last norm and the head; the embedding is part of the first layer's norm
+AROUND = {False: (8, 18), True: (27, 45)}
+"""Inputs and greedy choice around the forward of one token, and of a tree; True: among parts of the vocabulary."""
+
+
+def step_launches(facts: ModelFacts, tp: int, is_tree: bool = True) -> int | None:
+    """Launches of a captured, compiled step on each of `tp` ranks, a collective being one; None if never counted."""
+    if facts.model_type not in COUNTED:
+        return None
+    reduces = sum(each.count for each in facts.collectives if each.kind == "all_reduce")
+    split = reduces + 1 if tp > 1 else 0  # the embedding ends at a collective, and is a kernel of its own
+    return LAYER * facts.num_layers + ENDS + split + AROUND[tp > 1][is_tree]

@@ -20,7 +20,7 @@ from lpr.config import DecodeConfig
 from lpr.core.step_times import interpolate
 from lpr.core.wire import NUM_HEADER, payload_words
 from lpr.planner.facts import ModelFacts
-from lpr.planner.footprint import Mesh, forward_flops, kv_row_bytes, read_bytes
+from lpr.planner.footprint import Mesh, forward_flops, kv_token_bytes, read_bytes
 from lpr.planner.hardware import Gpu, Network, all_gather, all_reduce
 
 
@@ -132,8 +132,6 @@ class Machine:
 
 
 class StepTime(NamedTuple):
-    """Seconds of the parts of a step."""
-
     forward: float
     tp: float
     lp: float
@@ -172,7 +170,7 @@ def forward_seconds(
 ) -> float:  # fmt: skip
     """Roofline of one forward on one rank over `nodes` entries of `batch` sequences with `kv` cached tokens each."""
     bytes_read = read_bytes(facts, tp, element_size, max(1, round(nodes)))
-    bytes_read += batch * (kv * kv_row_bytes(facts, tp, element_size) + facts.state_bytes(element_size))
+    bytes_read += batch * (kv * kv_token_bytes(facts, tp, element_size) + facts.state_bytes(element_size))
     memory = bytes_read / (machine.gpu.bandwidth * inputs.bandwidth_fraction)
     arithmetic = forward_flops(facts, tp, 1, kv) * nodes / (machine.gpu.flops * inputs.flops_fraction)
     launches = EAGER_LAYER_SECONDS * facts.num_layers if machine.is_eager else 0.0

@@ -15,7 +15,7 @@ from typing import Any
 
 from lpr.model.low_bit.products import FORMS, Form
 from lpr.planner.facts import ModelFacts
-from lpr.planner.footprint import Mesh, copy_bytes, kv_row_bytes, split_problem, weight_bytes
+from lpr.planner.footprint import Mesh, copy_bytes, kv_token_bytes, split_problem, weight_bytes
 from lpr.planner.prediction import Inputs, Setting, forward_seconds, lp_seconds, tp_seconds
 
 LONGEST = 16  # drafted tokens of a step at most, as in lpr.model.self_draft
@@ -131,7 +131,7 @@ def _step(setting: Setting, tp: int, nodes: float, inputs: Inputs) -> float:
 def _pass(setting: Setting, tp: int, form: Form, inputs: Inputs) -> float:
     """Seconds of a pass of one token: what it reads, its collectives, and the host's work for one token."""
     facts, element_size = setting.facts, setting.element_size
-    num_bytes = copy_bytes(facts, form) / tp + setting.kv * kv_row_bytes(facts, tp, element_size)
+    num_bytes = copy_bytes(facts, form) / tp + setting.kv * kv_token_bytes(facts, tp, element_size)
     reading = num_bytes / (setting.machine.gpu.bandwidth * inputs.bandwidth_fraction)
     host = setting.measured.host_seconds(setting.temperature or 0.0, 1.0) * inputs.host
     return reading + tp_seconds(facts, tp, element_size, 1.0, setting.machine, inputs) + host

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from lpr.fleet.affinity import prefix_keys
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
-from lpr.serve.bodies import completions, infill, messages, responses
+from lpr.serve.bodies import adapters, completions, infill, messages, responses
 from lpr.serve.bodies.fields import Body
 from lpr.serve.bodies.packed import pack, unpack
 from lpr.serve.errors import ApiError, from_validation, too_long
@@ -173,5 +173,5 @@ def _check_ids(prompt: Any, max_length: int) -> None:
 
 @cache
 def _adapter(kind: str) -> TypeAdapter[Any]:
-    modules = (completions, infill, messages, responses)
+    modules = (adapters, completions, infill, messages, responses)
     return TypeAdapter(next(found for module in modules if (found := getattr(module, kind, None)) is not None))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lpr.config import InputError
+from lpr.config import InputError, read_text
 from lpr.fleet.options import default_name
 from lpr.protocol import ErrorCode, Stop
 from lpr.serve import limits
@@ -65,9 +65,10 @@ class Front:
             raise InputError("--allow-runtime-lora-updating needs --api-key or --api-key-file")
         if self._keys and args.trie is not None and args.share_drafts != "all":
             raise InputError("--trie keeps what all keys wrote for all of them: say so by --share-drafts all")
-        self._template = _read(args.chat_template, "--chat-template")
+        self._template = read_text(args.chat_template, "--chat-template") if args.chat_template is not None else None
         for path, flag in ((args.tls_cert, "--tls-cert"), (args.tls_key, "--tls-key")):
-            _read(path, flag)
+            if path is not None:
+                read_text(path, flag)
         tls = _certificate(args.tls_cert, args.tls_key) if args.tls_cert is not None else None
         most = room(args.max_connections)
         if most < args.max_connections:
@@ -252,13 +253,3 @@ def _certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:
         return context
     except (ssl.SSLError, OSError) as failure:
         raise InputError(f"--tls-cert {certificate} and --tls-key {key} cannot be used: {failure}") from failure
-
-
-def _read(path: Path | None, flag: str) -> str | None:
-    """The text of a file that a flag names; raises InputError."""
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as failure:
-        raise InputError(f"cannot read {flag} {path}: {getattr(failure, 'strerror', None) or failure}") from failure

@@ -17,7 +17,6 @@ class Alarm:
     """Calls a function once a time has come. To move the time costs nothing: the timer looks at it when it rings."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
-        """Call `ring` each time that `at` has passed."""
         self.at: float | None = None  # by the clock of the event loop; None: never
         self._ring = ring
         self._timer: asyncio.TimerHandle | None = None

@@ -63,7 +63,7 @@ class Jobs:
     def __init__(self) -> None:
         self._open: dict[int, Job] = {}
         self.held: dict[int, Job] = {}  # jobs that are ready and not given, in the order in which they are given
-        self._given: dict[int, Job] = {}  # jobs that the driver has, in the order in which it got them
+        self.given: dict[int, Job] = {}  # jobs that the driver has, in the order in which it got them
 
     def __len__(self) -> int:
         return len(self._open)
@@ -77,9 +77,6 @@ class Jobs:
 
     def get(self, id: int) -> Job | None:
         return self._open.get(id)
-
-    def is_given(self, job: Job) -> bool:
-        return job.id in self._given
 
     def add(self, job: Job, ready: bool = True) -> None:
         """Open a job. One that is not ready is not given before `release`."""
@@ -96,22 +93,22 @@ class Jobs:
         While a job is suspected, nothing else begins until it has shown a token: if the ranks die again, it is known
         which job they died on.
         """
-        suspect = most_suspect([*self._given.values(), *self.held.values()])
+        suspect = most_suspect([*self.given.values(), *self.held.values()])
         job = suspect if suspect is not None else next(iter(self.held.values()), None)
         if job is None or job.id not in self.held:
             return None
-        self._given[job.id] = self.held.pop(job.id)
+        self.given[job.id] = self.held.pop(job.id)
         job.was_given = True
         return job
 
     def take_back(self) -> None:
         """Hold all jobs again, as the driver is lost: first those that have begun."""
-        jobs = [*self._given.values(), *self.held.values()]
+        jobs = [*self.given.values(), *self.held.values()]
         jobs.sort(key=lambda job: math.inf if job.begun is None else job.begun)
-        self.held, self._given = {job.id: job for job in jobs}, {}
+        self.held, self.given = {job.id: job for job in jobs}, {}
 
     def remove(self, job: Job) -> None:
-        for jobs in (self._open, self._given, self.held):
+        for jobs in (self._open, self.given, self.held):
             jobs.pop(job.id, None)
 
 

@@ -35,7 +35,6 @@ class Link:
         path.chmod(0o600)
 
     def send(self, message: ToDriver) -> None:
-        """Send a message, if a driver is connected."""
         if self._driver is not None:
             self._driver.transport.write(frame(message))
 

@@ -167,7 +167,6 @@ def is_ours(connected: socket.socket) -> bool:
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message as bytes, preceded by its length."""
     body = msgspec.msgpack.encode(message)
     return struct.pack(">I", len(body)) + body
 
@@ -176,7 +175,6 @@ class FrameReader:
     """Splits a stream of bytes into messages."""
 
     def __init__(self, kind: Any) -> None:
-        """Expect messages of `kind`: ToDriver or ToFront."""
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._rest = bytearray()
 

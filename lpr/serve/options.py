@@ -124,7 +124,6 @@ class ServeArgs:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that the front starts."""
         return (self.lp or 1) * self.tp
 
     @property

@@ -36,7 +36,6 @@ class Port:
     """A listening socket and its connections."""
 
     def __init__(self, listening: socket.socket, most: int, tls: ssl.SSLContext | None = None) -> None:
-        """Accept up to `most` connections at `listening`."""
         self.most = most
         self.number: int = listening.getsockname()[1]
         self._socket = listening

@@ -16,33 +16,16 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Submit
-from lpr.serve import limits
+from lpr.serve import limits, messages
 from lpr.serve.errors import ApiError
 from lpr.serve.inbox import Inbox
 from lpr.serve.jobs import Job, Jobs, acquit, blame
 from lpr.serve.mesh_state import MeshState
-from lpr.serve.messages import (
-    Adapter,
-    Adapters,
-    Facts,
-    Finish,
-    Hello,
-    Load,
-    LoadAdapter,
-    Loading,
-    Pulse,
-    Refused,
-    Resume,
-    Stepped,
-    ToDriver,
-    ToFront,
-    UnloadAdapter,
-)
 from lpr.serve.options import ServeArgs
 
 
 class Service:
-    def __init__(self, args: ServeArgs, send: Callable[[ToDriver], None]) -> None:
+    def __init__(self, args: ServeArgs, send: Callable[[messages.ToDriver], None]) -> None:
         """Begin without a driver. `send` reaches it once it is there."""
         self._args = args
         self.mesh = MeshState(max(args.timeout, 60.0), lambda event, count: self.on_event(event, count))
@@ -58,7 +41,7 @@ class Service:
         """Called with an event of the ranks and its count: "rank_lost", "reform", "takeover", "restart", "poison"."""
         self.on_pause: Callable[[float], None] = lambda seconds: None
         """Called with the seconds for which running requests stood still."""
-        self.adapters: dict[str, Adapter] | None = None
+        self.adapters: dict[str, messages.Adapter] | None = None
         """By name, what requests may name in the place of the model; None before a driver has told."""
         self._changes: dict[str, asyncio.Future[str | None]] = {}
         """By name of an adapter that the driver is changing: why it could not, or None."""
@@ -98,7 +81,7 @@ class Service:
         waiting = [job for job in self._jobs if job.id not in running]
         return waiting[max(0, self.mesh.num_slots + 1 - len(running)) if self.mesh.up else 0 :]
 
-    def check_ready(self) -> Facts:
+    def check_ready(self) -> messages.Facts:
         """The facts; raises ApiError before the model was loaded once, and while the server shuts down."""
         if self.draining:
             raise ApiError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
@@ -157,13 +140,13 @@ class Service:
 
     def finish(self, job: Job) -> None:
         """End a job that has all the text that is wanted. If the driver has it, its last chunk carries the usage."""
-        if self._jobs.is_given(job):
+        if job.id in self._jobs.given:
             job.is_complete = True
-            self._send(Finish(job.id))
+            self._send(messages.Finish(job.id))
         elif job in self._jobs:
             self._end_as_stopped(job)
 
-    async def change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+    async def change_adapter(self, message: messages.LoadAdapter | messages.UnloadAdapter) -> None:
         """Let the ranks load or unload an adapter; raises ApiError if they cannot."""
         self.check_ready()
         if not self.mesh.up or message.name in self._changes:
@@ -191,34 +174,34 @@ class Service:
 
     # Messages of the driver.
 
-    def receive(self, message: ToFront) -> None:
+    def receive(self, message: messages.ToFront) -> None:
         """Take a message of the driver; raises ProtocolError if it does not follow from those before."""
         self.mesh.heard = time.monotonic()
-        if isinstance(message, Stepped):
+        if isinstance(message, messages.Stepped):
             if message.chunks:
                 self._measure_pause(message.load)
             self._take_load(message.load)
             for chunk in message.chunks:
                 self._deliver(chunk)
             self._pump()
-        elif isinstance(message, Pulse):
+        elif isinstance(message, messages.Pulse):
             self._take_load(message.load)
-        elif isinstance(message, Adapters):
+        elif isinstance(message, messages.Adapters):
             self.adapters = {each.name: each for each in message.adapters}
             if (done := self._changes.get(message.name)) is not None and not done.done():
                 done.set_result(message.failure)
-        elif isinstance(message, Loading):
+        elif isinstance(message, messages.Loading):
             self.mesh.loading = message
-        elif isinstance(message, Facts):
+        elif isinstance(message, messages.Facts):
             if self.mesh.welcome(message):  # it takes requests: first those of the driver before
                 self._interrupted = []
                 known = None if self.adapters is None else list(self.adapters.values())
-                self._send(Resume(list(self._jobs.held), known, self.tenants))
+                self._send(messages.Resume(list(self._jobs.held), known, self.tenants))
                 self.adapters = {each.name: each for each in message.adapters} if known is None else self.adapters
                 self._pump()
-        elif isinstance(message, Refused):
+        elif isinstance(message, messages.Refused):
             self.mesh.refused = message.reason
-        elif isinstance(message, Hello):
+        elif isinstance(message, messages.Hello):
             self.mesh.refused = None
             if not message.loaded:
                 self.died("were replaced by others")
@@ -288,12 +271,12 @@ class Service:
             limit = f"--max-tokens-per-key is {most}"
             raise ApiError(self._overloaded, f"{message}: {limit}", retry_after=self._wait())
 
-    def _take_load(self, load: Load) -> None:
+    def _take_load(self, load: messages.Load) -> None:
         self.mesh.take(load)
         for job in self._running:
             job.begun = job.begun if job.begun is not None else time.monotonic()
 
-    def _measure_pause(self, load: Load) -> None:
+    def _measure_pause(self, load: messages.Load) -> None:
         now = time.monotonic()
         since = self._paused
         if since is None and load.epoch > self.mesh.load.epoch:

@@ -27,7 +27,6 @@ class Corpus:
         self._counts.clear()
 
     def erase_match_state(self, req_ids: Sequence[str]) -> None:
-        """Requests `req_ids` left the batch."""
         self._trees.end(req_ids)
 
     def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
@@ -49,7 +48,6 @@ class Corpus:
 
 
 def worker_class() -> type:
-    """The worker, a subclass of SGLang's."""
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative import ngram_worker
 

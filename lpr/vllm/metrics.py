@@ -17,7 +17,7 @@ class Metrics:
         """Serve them at `port` of 127.0.0.1; 0: nowhere. Raises OSError if it is taken."""
         self.registry = CollectorRegistry()
         self._drafted = Counter("lpr_drafted_tokens", "Drafted tokens", registry=self.registry)
-        self._rows = Counter("lpr_drafts", "Sequences times steps, with and without a draft", registry=self.registry)
+        self._drafts = Counter("lpr_drafts", "Sequences times steps, with and without a draft", registry=self.registry)
         self._seconds = Histogram(
             "lpr_draft_seconds", "Drafting time of a step over its sequences", registry=self.registry, buckets=BUCKETS
         )
@@ -31,13 +31,12 @@ class Metrics:
             start_http_server(port, "127.0.0.1", self.registry)
 
     def count(
-        self, drafts: Sequence[Sequence[int]], num_rows: int, seconds: float, num_learnt: int, token_cost: float
+        self, drafts: Sequence[Sequence[int]], num_sequences: int, seconds: float, num_learnt: int, token_cost: float
     ) -> None:
-        """Count a step of `num_rows` sequences."""
-        self._cost.labels(num_rows).set(token_cost)
+        self._cost.labels(num_sequences).set(token_cost)
         self._drafted.inc(sum(map(len, drafts)))
-        self._rows.inc(num_rows)
-        self._seconds.observe(seconds / num_rows)
+        self._drafts.inc(num_sequences)
+        self._seconds.observe(seconds / num_sequences)
         if num_learnt > self._num_learnt:
             self._learnt.inc(num_learnt - self._num_learnt)
             self._num_learnt = num_learnt

@@ -78,7 +78,6 @@ class Proposer:
 
     @property
     def num_learnt_of_others(self) -> int:
-        """Outputs of the fleet's other replicas that were learnt."""
         return self._sources.num_learnt_of_others
 
     def close(self) -> None:

@@ -35,8 +35,6 @@ def tenant_of(prompt: np.ndarray, share: str | int) -> str:
 
 
 class Sources:
-    """The indexes of one rank."""
-
     def __init__(self, settings: Settings, vllm_config: Any) -> None:
         """Load the trie file and connect the fleet's store where `settings` name them; raises InputError."""
         self.num_learnt = 0  # tokens of this server's outputs that were learnt

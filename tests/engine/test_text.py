@@ -18,7 +18,8 @@ from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 import lpr.engine.text
 from lpr.config import InputError, SamplingParams
-from lpr.engine.text import CONTEXT, REPLACEMENT, IncrementalDecoder, StopSearch, TextStream, Vocabulary
+from lpr.engine.stop_search import StopSearch
+from lpr.engine.text import CONTEXT, REPLACEMENT, IncrementalDecoder, TextStream, Vocabulary
 
 LINES = [
     "def f(x):\n    return x + 1\n",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lpr.planner.facts import ModelFacts
-from lpr.planner.footprint import kv_row_bytes, read_bytes
+from lpr.planner.footprint import kv_token_bytes, read_bytes
 from lpr.planner.hardware import GPUS, LINKS, Network, all_reduce
 from lpr.planner.prediction import Inputs, Machine, forward_seconds, tp_seconds
 
@@ -77,7 +77,7 @@ def fit(facts: ModelFacts) -> tuple[float, float]:
     layout, rates = gpt_fast_layout(facts), GPT_FAST[FITTED[0]]
 
     def bytes_read(num_gpus: int) -> float:
-        return read_bytes(layout, num_gpus, 2, 1) + KV * kv_row_bytes(layout, num_gpus, 2)
+        return read_bytes(layout, num_gpus, 2, 1) + KV * kv_token_bytes(layout, num_gpus, 2)
 
     bandwidth = bytes_read(1) * rates[1]
     left = 1 / rates[8] - bytes_read(8) / bandwidth

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicCache
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from lpr.planner.facts import kept_shapes
+from lpr.model.transformers_versions import passed
 
 SIZES = {
     "vocab_size": 257, "hidden_size": 64, "intermediate_size": 112, "moe_intermediate_size": 48, "num_hidden_layers": 2,
@@ -33,6 +35,14 @@ def config_values(model_type: str) -> dict[str, object]:
     """Sizes for a tiny model of `model_type`: only those that its config knows."""
     known = AutoConfig.for_model(model_type)
     return {"model_type": model_type, **{name: value for name, value in SIZES.items() if hasattr(known, name)}}
+
+
+def kept_shapes(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Heads, key size and value size of each layer that keeps K/V, as one forward over `input_ids` shows them."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    model(input_ids=input_ids, use_cache=True, **passed(cache, model))
+    layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers]
 
 
 def main(tp: int, model_types: list[str]) -> None:

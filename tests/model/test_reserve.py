@@ -123,7 +123,7 @@ def test_the_worked_examples_fit_as_they_are_told(name: str, load_and_pack: Call
     told = row.needs
     assert told is not None and told.weights == real.num_bytes
     pool, left = row.pool_tokens(80 << 30), row.left_bytes(80 << 30)
-    parts = [*astuple(told), pool * row.kv_row_bytes, left]
+    parts = [*astuple(told), pool * row.kv_token_bytes, left]
     cells = [name, *(f"{each / 2**30:.1f}" for each in parts), f"{pool:,}"]
     documents = (ROOT / "docs" / "several_gpus.md").read_text()
     assert "| " + " | ".join(cells) + " |" in documents
@@ -136,7 +136,7 @@ def test_the_worked_examples_fit_as_they_are_told(name: str, load_and_pack: Call
     assert memory.stuck <= told.loading
     assert memory.device_free >= (80 << 30) - told.before - (20 << 20), "what the engine measures as free"
     for _ in ("keys", "values"):
-        memory.malloc(pool * row.kv_row_bytes // 2)
+        memory.malloc(pool * row.kv_token_bytes // 2)
     memory.context += told.graphs + told.workspaces
     memory.free(memory.malloc(told.layers))
     memory.hold_pool("graphs")

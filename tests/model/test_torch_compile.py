@@ -35,8 +35,7 @@ from lpr.model.self_check import check_compiled
 from lpr.model.step_inputs import StepInputs, current_step
 from lpr.model.tree_mask import TreeMask
 from lpr.planner.facts import facts_of, resolve
-from lpr.planner.footprint import tp_traffic
-from lpr.planner.launches import step_launches
+from lpr.planner.footprint import step_launches, tp_traffic
 from tests.fakes import attention_reference
 from tests.fakes.kernel_counts import fake_replica
 from tests.fakes.models import tiny_model

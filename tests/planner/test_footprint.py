@@ -36,8 +36,8 @@ from lpr.planner.footprint import (
     copy_bytes,
     footprint,
     forward_flops,
-    kv_row_bytes,
-    kv_rows,
+    kv_entries,
+    kv_token_bytes,
     meshes,
     payload_bytes,
     read_bytes,
@@ -107,7 +107,7 @@ def test_few_kv_heads_are_shared_by_ranks(model_type: str) -> None:
         else:
             held += weight.numel()
     assert weight_bytes(facts, 4, 4) == 4 * held
-    assert kv_row_bytes(facts, 4, 1) == 2 * 1 * 16 * 2  # layers, one head, its size, K and V
+    assert kv_token_bytes(facts, 4, 1) == 2 * 1 * 16 * 2  # layers, one head, its size, K and V
 
 
 @pytest.mark.parametrize("lp", [1, 2, 8])
@@ -130,7 +130,7 @@ def test_kv_bytes_are_those_of_the_cache(model_type: str) -> None:
     assert isinstance(cache, KVCache)
     held = cache.num_bytes
     facts = facts_of(model.config, model_type)
-    assert kv_rows(decode, 1, 64) == cache.rows_per_slot
+    assert kv_entries(decode, 1, 64) == cache.rows_per_slot
     assert footprint(facts, decode, Mesh(1, 1), 64, 4).kv_bytes == held
 
 
@@ -147,7 +147,7 @@ def test_bytes_of_recurrent_and_sparse_models_are_those_of_the_engine(name: str)
     cache = engine.model.cache
     assert cache is not None and bool(facts.states) == cache.has_states
     assert facts.state_bytes(4) == cache.states.bytes_per_place
-    assert kv_row_bytes(facts, 1, 4) == cache.bytes_per_token
+    assert kv_token_bytes(facts, 1, 4) == cache.bytes_per_token
     planned = footprint(facts, engine.decode, Mesh(1, 1), 64, 4)
     assert planned.state_bytes == cache.num_bytes - cache.bytes_per_token * cache.num_rows
     assert planned.kv_bytes >= planned.state_bytes and planned.step_bytes > weight_bytes(facts, 1, 4) / 2
@@ -199,9 +199,9 @@ def test_a_copy_has_the_bytes_that_the_planner_says() -> None:
 def test_sizes_that_llama_2_70b_must_have() -> None:
     """By hand: 80 layers, 8 key/value heads of 128, 16 bit; two all-reduces a layer and one for the embedding."""
     facts = facts_named("llama-2-70b")
-    assert kv_row_bytes(facts, 1, 2) == 80 * 8 * 128 * 2 * 2
-    assert kv_row_bytes(facts, 4, 2) == 80 * 2 * 128 * 2 * 2
-    assert kv_row_bytes(facts, 16, 2) == 80 * 1 * 128 * 2 * 2
+    assert kv_token_bytes(facts, 1, 2) == 80 * 8 * 128 * 2 * 2
+    assert kv_token_bytes(facts, 4, 2) == 80 * 2 * 128 * 2 * 2
+    assert kv_token_bytes(facts, 16, 2) == 80 * 1 * 128 * 2 * 2
     traffic = tp_traffic(facts, 10, 3, 2, 4)
     assert traffic.num_collectives == 2 * 80 + 1 + 1
     choices = 4 * 3 * (3 + 2 * 8)  # of three tokens: total, token, sum of weights, and eight candidates with scores
@@ -370,7 +370,7 @@ def test_the_pool_is_that_of_the_engine() -> None:
         "page_size": 16,
         "on_gpu": True,
     }
-    needs = PoolNeeds(decode=decode, bytes_per_token=rows[0].kv_row_bytes, free=free, **known)
+    needs = PoolNeeds(decode=decode, bytes_per_token=rows[0].kv_token_bytes, free=free, **known)
     assert rows[0].pool_tokens(memory) == rows[1].pool_tokens(memory) == needs.num_pages() * 16
     assert footprint(facts, decode, Mesh(1, 1), 4096, 2).pool_tokens(60 * GIB) == 0
     assert requests_at_once(1600, 160, 0, 0) == 10

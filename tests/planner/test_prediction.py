@@ -16,7 +16,7 @@ from lpr.config import DecodeConfig, InputError
 from lpr.core.step_times import interpolate, read_step_times
 from lpr.core.wire import payload_words
 from lpr.planner.facts import ModelFacts, facts_of, measured_values, resolve
-from lpr.planner.footprint import Mesh, kv_row_bytes, read_bytes
+from lpr.planner.footprint import Mesh, kv_token_bytes, read_bytes
 from lpr.planner.hardware import GPUS, LINKS, Network, all_gather, all_reduce
 from lpr.planner.prediction import (
     GREEDY_ACCEPTANCE,
@@ -108,7 +108,7 @@ def test_gpt_fast_leaves_the_head_whole() -> None:
 
 def test_forward_is_the_roofline() -> None:
     facts, inputs = facts_named("llama-2-7b"), Inputs()
-    read = read_bytes(facts, 1, 2, 1) + 1000 * kv_row_bytes(facts, 1, 2)
+    read = read_bytes(facts, 1, 2, 1) + 1000 * kv_token_bytes(facts, 1, 2)
     assert forward_seconds(facts, 1, 2, 1, 1000, A100, inputs) == pytest.approx(read / (2039e9 * 0.683))
     wide = forward_seconds(facts, 1, 2, 4000, 1000, A100, inputs)
     assert wide == pytest.approx(2 * forward_seconds(facts, 1, 2, 2000, 1000, A100, inputs))

@@ -170,7 +170,8 @@ def unknown_members(code: str) -> set[str]:
     if member := re.fullmatch(r"([A-Z]\w+)\.(\w+)(?:\(.*\))?", code):
         cls, name = member.groups()
         bodies = re.findall(rf"^class {cls}\b.*?(?=^\S)", source_of("lpr") + "\nend", re.DOTALL | re.MULTILINE)
-        if not any(re.search(rf"\b(?:def {name}\b|{name}\b *[:=])", body) for body in bodies):
+        in_body = re.compile(rf"\b(?:def {name}\b|{name}\b *[:=])")
+        if not hasattr(getattr(lpr, cls, None), name) and not any(in_body.search(body) for body in bodies):
             unknown.add(code)
     return unknown
 

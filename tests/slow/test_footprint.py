@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lpr.planner.footprint import kv_row_bytes, weight_bytes
+from lpr.planner.footprint import kv_token_bytes, weight_bytes
 from tests.fakes.paths import ROOT
 from tests.planner.test_footprint import FAMILIES, tiny_facts
 
@@ -28,5 +28,5 @@ def test_shards_are_those_of_transformers() -> None:
         for collective in facts.collectives:
             counts[collective.kind] += collective.count
         assert weight_bytes(facts, row["tp"], 1) == row["numel"], row
-        assert kv_row_bytes(facts, row["tp"], 1) == row["kv_values"], row
+        assert kv_token_bytes(facts, row["tp"], 1) == row["kv_values"], row
         assert counts == {kind: row[kind] for kind in counts}, row

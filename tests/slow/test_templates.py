@@ -15,7 +15,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lpr.serve.errors import ApiError
-from lpr.serve.text.conversation import conversation
+from lpr.serve.text.conversation import conversation, prompt_of
 from tests.fakes.templates import CONVERSATIONS, served
 
 FOLDERS = [Path(folder) for folder in os.environ.get("LPR_CHAT_TEMPLATES", "").split(":") if folder]
@@ -59,7 +59,7 @@ def test_every_text_of_every_conversation_is_shown_or_refused_by_its_place() -> 
                 mark in theirs for mark in ("'type'", '"type": "text"', "None")
             )
             try:
-                ours = model.chat_text(*model.conversation(chat))
+                ours = prompt_of(model.templates, chat, model.most_characters)
             except ApiError as failure:
                 counts["refused"] += 1
                 refused[path.name].append(name)

@@ -21,8 +21,7 @@ from lpr.model.self_check import check_compiled
 from lpr.model.step_inputs import current_step
 from lpr.model.torch_compile import CompiledForward
 from lpr.planner.facts import facts_of
-from lpr.planner.footprint import tp_traffic
-from lpr.planner.launches import step_launches
+from lpr.planner.footprint import step_launches, tp_traffic
 from tests.fakes.kernel_counts import count
 from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import guard

@@ -53,7 +53,7 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
     return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def settle() -> None:
+def wait_for_pages() -> None:
     """Wait until the pages of all tensors are taken: before that the system counts them as free."""
     for thread in threading.enumerate():
         if thread.name == _NAME:

@@ -35,15 +35,13 @@ def has_one_dnn(dtype: torch.dtype) -> bool:
 
 
 class OneDnn:
-    """A weight in oneDNN's layout."""
-
     def __init__(self, weight: Tensor) -> None:
-        """Lay out `weight` [outputs, inputs]."""
+        """Lay out `weight` [outputs, inputs] as oneDNN does."""
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HEIGHT)
 
-    def to_dense(self) -> Tensor:
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
         dense: Tensor = self._packed.to_dense()
-        return dense
+        return dense.to(dtype)
 
     def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs]."""
@@ -51,22 +49,16 @@ class OneDnn:
         return product
 
 
-class Prepacked(Pack):
-    """The weights of one or more `nn.Linear` of the same input, laid out and nowhere else."""
+class LaidOut(Pack):
+    """The weights of one or more linear layers of the same input, in the layout `packed` and nowhere else."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
-        """Lay out `weight` [sum of sizes, inputs] with `bias` [sum of sizes]; the members have `sizes` outputs."""
-        self.sizes, self.dtype = list(sizes), weight.dtype
-        is_tiled = can_tile(weight.dtype, weight.shape[1])
-        self.bias = bias.float() if bias is not None and is_tiled else bias
-        layout: Any = Tiles if is_tiled else OneDnn
-        self.packed: Any = weight if weight.is_meta else layout(weight)
-        self._input: Tensor | None = None
-        self._outputs: Sequence[Tensor] = ()
+    def __init__(self, packed: Any, bias: Tensor | None, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        """`packed` has `multiply`, `to_dense` and `num_bytes`, as Tiles; the members have `sizes` outputs."""
+        self.packed, self.bias, self.sizes, self.dtype = packed, bias, list(sizes), dtype
 
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None) -> Prepacked:
-        return cls(weight, bias, [len(weight)])
+    @property
+    def num_bytes(self) -> int:
+        return int(self.packed.num_bytes)
 
     def multiply(self, given: Tensor) -> Tensor:
         product: Tensor = self.packed.multiply(given, self.bias)
@@ -74,14 +66,25 @@ class Prepacked(Pack):
 
     def weight_of(self, place: int) -> Tensor:
         """The weight [outputs, inputs] of a member, unpacked."""
-        dense: Tensor = self.packed.to_dense()
+        dense: Tensor = self.packed.to_dense(self.dtype)
         return dense.split(self.sizes)[place]
 
 
-class PrepackedLinear(nn.Linear):
-    """An `nn.Linear` whose weight lies in a `Prepacked`."""
+class Prepacked(LaidOut):
+    """The weights of `nn.Linear`, as they are."""
 
-    pack: Prepacked
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
+        """Lay out `weight` [sum of sizes, inputs] with `bias` [sum of sizes]."""
+        is_tiled = can_tile(weight.dtype, weight.shape[1])
+        layout: Any = Tiles if is_tiled else OneDnn
+        packed = weight if weight.is_meta else layout(weight)
+        super().__init__(packed, bias.float() if bias is not None and is_tiled else bias, sizes, weight.dtype)
+
+
+class PrepackedLinear(nn.Linear):
+    """An `nn.Linear` whose weight lies in a pack."""
+
+    pack: LaidOut
     place: int
     tied: weakref.ref[nn.Parameter]  # the weight as a parameter; it lives on if it is that of an embedding, too
 

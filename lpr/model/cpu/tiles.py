@@ -35,8 +35,6 @@ def can_tile(dtype: torch.dtype, num_inputs: int) -> bool:
 
 
 class Tiles:
-    """A weight in panels."""
-
     def __init__(self, weight: Tensor) -> None:
         """Lay out `weight` [outputs, inputs], of a dtype and size with `can_tile`."""
         self.num_outputs, self.num_inputs = weight.shape
@@ -50,9 +48,14 @@ class Tiles:
         pairs = whole.view(torch.int32).transpose(1, 2)  # copied as words of 4 bytes: 5 times as fast as in twos
         self._panels = in_huge_pages(pairs).view(whole.dtype).unflatten(2, (PANEL, together))
 
-    def to_dense(self) -> Tensor:
+    @property
+    def num_bytes(self) -> int:
+        return self._panels.nbytes
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        """A copy of the weight [outputs, inputs]."""
         whole = self._panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_outputs, : self.num_inputs]
-        return whole.to(self.dtype).contiguous()
+        return whole.to(dtype).contiguous()
 
     def address(self, bias: Tensor | None) -> Address:
         """Where weight and `bias` [outputs] in float32 lie."""

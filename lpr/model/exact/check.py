@@ -163,7 +163,7 @@ def _packed(has_bias: bool) -> Product:
 
     def multiply(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         if not packs:
-            packs.append(Prepacked.of(weight, bias if has_bias else None))
+            packs.append(Prepacked(weight, bias if has_bias else None, [len(weight)]))
         return packs[0].multiply(rows[None])[0]
 
     return multiply

@@ -52,7 +52,6 @@ class FixedFunctions(TorchFunctionMode):
         self.sizes = sizes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As of TorchFunctionMode."""
         kwargs = kwargs or {}
         if current_step() is None:  # an interrupt may have left the mode on
             return func(*args, **kwargs)

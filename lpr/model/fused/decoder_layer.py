@@ -86,7 +86,6 @@ class DecoderLayer:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """As the layer's own forward."""
         cache = kwargs.pop(self.cache_argument, None)
         if not in_step() or position_embeddings is None or cache is None:
             kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}

@@ -32,7 +32,6 @@ class Norm:
     weighing: int
 
     def __call__(self, states: Tensor) -> Tensor:
-        """As the module's own forward."""
         if not in_step() or states.dtype is not self.weight.dtype:
             found: Tensor = self.plain(states)
             return found
@@ -64,7 +63,6 @@ class GatedMlp:
     activation: int
 
     def __call__(self, states: Tensor) -> Tensor:
-        """As the module's own forward."""
         found: Tensor = self.of(states) if in_step() else self.plain(states)
         return found
 
@@ -118,8 +116,6 @@ class GatedMlps(Fused):
 
 
 class RmsNorms(Fused):
-    """RMS norms in one call."""
-
     name = "RMS norms"
 
     def find(self, module: Any, setting: Setting) -> Norm | None:

@@ -44,7 +44,6 @@ class StandIn(nn.Module):
         self.given: list[Tensor] = []
 
     def forward(self, states: Tensor) -> Any:
-        """As a projection, a norm or an MLP."""
         self.given.append(states.clone())
         return self.compute(states)
 

@@ -93,7 +93,6 @@ class Rules(NamedTuple):
     scale: float | None = None  # None: D**-0.5
 
     def numbers(self, dim: int) -> tuple[float, float, int, int]:
-        """The scale, softcap, window and chunk of a launch."""
         scale = dim**-0.5 if self.scale is None else self.scale
         return scale, self.softcap or 1.0, self.window or 0, self.chunk or 1
 

@@ -12,7 +12,7 @@ INT8, FP8, INT4, FP4 = constexpr(0), constexpr(1), constexpr(2), constexpr(3)
 
 @jit(("num_rows",))
 def multiply_codes(
-    given_at, rows_at, facts_at, bias_at, out_at, num_rows, outputs,
+    given_at, rows_at, scales_at, bias_at, out_at, num_rows, outputs,
     INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, KIND: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
@@ -22,7 +22,7 @@ def multiply_codes(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = row < num_rows, column < outputs
     place = column.to(tl.int64)
-    facts_at += place * (ROW_BYTES // 4)
+    scales_at += place * (ROW_BYTES // 4)
     codes_at = rows_at + place * ROW_BYTES + 4 * NUM_GROUPS * (2 if HAS_ZERO else 1)
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -54,8 +54,8 @@ def multiply_codes(
                 wide = halves.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         group = start // GROUP
         if HAS_ZERO:
-            wide -= tl.load(facts_at + NUM_GROUPS + group, mask=is_column, other=0.0)[:, None]
-        wide *= tl.load(facts_at + group, mask=is_column, other=0.0)[:, None]
+            wide -= tl.load(scales_at + NUM_GROUPS + group, mask=is_column, other=0.0)[:, None]
+        wide *= tl.load(scales_at + group, mask=is_column, other=0.0)[:, None]
         weight = wide.to(given_at.dtype.element_ty)
         if UPCAST:
             given, weight = given.to(tl.float32), weight.to(tl.float32)

@@ -190,7 +190,6 @@ class LowBitQuantizer(HfQuantizer):
         self.reading = quantization_config.reading
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """As of transformers."""
         return False
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -217,7 +216,6 @@ class LowBitQuantizer(HfQuantizer):
                 styles[name] = plan.pop(name)
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """Of the tensors of modules."""
         form = self.reading.form
         if form.target == "weight":
             has_plain = "weight" in form.names

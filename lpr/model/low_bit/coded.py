@@ -40,7 +40,6 @@ class Coding:
 
     @property
     def num_groups(self) -> int:
-        """Groups of a row."""
         return -(-self.num_inputs // self.group)
 
     @property
@@ -62,10 +61,10 @@ class Coding:
         data = F.pad(as_bytes(codes), (0, more), value=filled)
         if BITS[self.kind] == 4:
             data = data[:, ::2] | data[:, 1::2] << 4
-        facts = [scale] if zero is None else [scale, zero]
-        return torch.cat([*(as_bytes(each.float()) for each in facts), data], 1)
+        scales = [scale] if zero is None else [scale, zero]
+        return torch.cat([*(as_bytes(each.float()) for each in scales), data], 1)
 
-    def facts(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    def scales(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points [..., outputs, groups] of `rows` [..., outputs, row_bytes]."""
         parts = [self._floats(rows, place) for place in range(1 + self.has_zero)]
         return parts[0], parts[1] if self.has_zero else None
@@ -83,7 +82,7 @@ class Coding:
         """The `count` inputs from `first` on of `rows` [outputs, row_bytes], in groups of a size that divides both."""
         group = count if self.num_groups == 1 else math.gcd(self.group, math.gcd(first, count))
         groups = torch.arange(first, first + count, group, device=rows.device) // self.group
-        scale, zero = (None if each is None else each[:, groups] for each in self.facts(rows))
+        scale, zero = (None if each is None else each[:, groups] for each in self.scales(rows))
         assert scale is not None
         made = replace(self, num_inputs=count, group=group)
         return made, made.encode(self.codes(rows)[:, first : first + count], scale, zero)
@@ -95,14 +94,14 @@ class Coding:
             wide = torch.tensor(VALUES[self.kind], device=rows.device)[codes.int()]
         else:
             wide = codes.contiguous().view(torch.int8 if self.kind == "int8" else torch.float8_e4m3fn).float()
-        scale, zero = self.facts(rows)
+        scale, zero = self.scales(rows)
         if zero is not None:
             wide -= self._spread(zero)
         return wide.mul_(self._spread(scale)).to(dtype)
 
-    def _spread(self, facts: Tensor) -> Tensor:
-        """`facts` [..., groups] for each input."""
-        return facts.repeat_interleave(self.group, -1)[..., : self.num_inputs]
+    def _spread(self, values: Tensor) -> Tensor:
+        """`values` [..., groups] for each input."""
+        return values.repeat_interleave(self.group, -1)[..., : self.num_inputs]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 
 from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.low_bit.coded import BITS
-from lpr.model.low_bit.experts import LowBitExperts, can_round_experts
-from lpr.model.low_bit.layers import PackedCodedLinear, coded_modules
-from lpr.model.low_bit.products import FORMS, Form, round_linear
+from lpr.model.low_bit.layers import CodedExperts, PackedCodedLinear, coded_modules
+from lpr.model.low_bit.products import FORMS, Form, LowBitPack, round_linear
 from lpr.model.rewrite.base import Setting, carry_out
 from lpr.model.rewrite.merged_linear import GROUPS, Pack, PackedLinear
 from lpr.model.rewrite.table import FUSED, undo_forwards
@@ -40,7 +39,6 @@ class LowBitCopy(nn.Module):
         """Bytes of memory that the model itself does not have."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's forward."""
         return self.model(*args, **kwargs)
 
 
@@ -70,7 +68,7 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
     num_bytes, head = 0, twin.get_output_embeddings()
     for module in list(twin.modules()):
         if can_round_experts(module):
-            module.forward = experts = LowBitExperts(module, form)
+            module.forward = experts = _rounded_experts(module, form)
             num_bytes += experts.num_bytes
         groups: list[list[Any]] = [[getattr(module, name, None) for name in names] for names in GROUPS]
         for members in [*groups, *([each] for each in module.children())]:
@@ -91,6 +89,29 @@ def _shared(model: nn.Module) -> Iterator[Any]:
         for each in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
             if isinstance(each, (torch.Tensor, Pack)) or hasattr(each, "_attn_implementation_internal"):
                 yield each
+
+
+def can_round_experts(module: Any) -> bool:
+    """True for experts on a CPU that are two products without bias and what lies between them."""
+    if not hasattr(module, "_apply_gate") or "forward" in vars(module) or module._is_expert_parallel:
+        return False
+    is_simple = not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
+    names = {_first_of(module), "down_proj"}
+    if not is_simple or set(module._parameters) != names or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    weights = [module._parameters[each] for each in names]
+    return all(type(each) is nn.Parameter and each.dim() == 3 and each.device.type == "cpu" for each in weights)
+
+
+def _first_of(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def _rounded_experts(module: Any, form: Form) -> CodedExperts:
+    """The forward of experts with rounded weights, which are taken from `module`."""
+    weights = {name: module._parameters.pop(name).detach() for name in (_first_of(module), "down_proj")}
+    packs = {name: [LowBitPack(each, None, [len(each)], form) for each in found] for name, found in weights.items()}
+    return CodedExperts(module, {}, weights["down_proj"].dtype, packs)
 
 
 def _can_round(members: Sequence[Any]) -> bool:

@@ -268,8 +268,8 @@ class Mxfp4(Format):
         expected = (*shape[:-1], coding.num_groups)
         if blocks.shape != (*expected, 16) or scale.shape != expected or blocks.dtype is not torch.uint8:
             raise self._wrong(name, f"has blocks {list(blocks.shape)} for a weight of shape {list(shape)}")
-        facts = as_bytes(wide_scale(scale))
-        return Coded(coding, torch.cat([facts, blocks.flatten(-2)], -1))
+        scales = as_bytes(wide_scale(scale))
+        return Coded(coding, torch.cat([scales, blocks.flatten(-2)], -1))
 
 
 FORMATS: dict[str, type[Any]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpr.model.cpu.memory import in_huge_pages
-from lpr.model.cpu.products import PrepackedLinear
+from lpr.model.cpu.products import LaidOut, PrepackedLinear
 from lpr.model.cpu.tiles import PANEL, Address, can_tile, multiply_at
 from lpr.model.fused.elementwise import is_available
 from lpr.model.low_bit.coded import BITS, VALUES, Coding, as_bytes
 from lpr.model.low_bit.formats import Coded
 from lpr.model.rewrite.base import Rewrite, Setting, Stage
-from lpr.model.rewrite.merged_linear import GROUPS, Pack
+from lpr.model.rewrite.merged_linear import GROUPS
 from lpr.model.rewrite.sharded_layers import ReducedLinear
 
 EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -94,9 +94,9 @@ class CodedTiles:
         """Lay out `rows` [outputs, row_bytes], for processors with `can_tile`."""
         self.coding, self.num_outputs, self.num_inputs = coding, len(rows), coding.num_inputs
         rows = F.pad(rows, (0, 0, 0, -len(rows) % PANEL))
-        scale, zero = coding.facts(rows)
-        facts = [each.unflatten(0, (-1, PANEL)) for each in ((scale,) if zero is None else (scale, -zero * scale))]
-        panels = as_bytes(torch.cat([each.transpose(1, 2).flatten(1) for each in facts], 1))
+        scale, zero = coding.scales(rows)
+        scales = [each.unflatten(0, (-1, PANEL)) for each in ((scale,) if zero is None else (scale, -zero * scale))]
+        panels = as_bytes(torch.cat([each.transpose(1, 2).flatten(1) for each in scales], 1))
         codes = rows[:, coding.row_bytes - coding.padded * BITS[coding.kind] // 8 :].contiguous()
         if BITS[coding.kind] == 4:  # words of 8 inputs, of 32 outputs together
             words = codes.view(torch.int32).unflatten(0, (-1, PANEL)).transpose(1, 2)
@@ -112,7 +112,6 @@ class CodedTiles:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory."""
         return self._panels.nbytes
 
     def rows(self) -> Tensor:
@@ -120,11 +119,11 @@ class CodedTiles:
         coding = self.coding
         size = 4 * coding.num_groups * (1 + coding.has_zero) * PANEL
         panels, words = self._panels[:, :size].contiguous(), self._panels[:, size:].contiguous()
-        facts = panels.view(torch.float32).unflatten(1, (-1, PANEL)).transpose(1, 2).contiguous()
+        scales = panels.view(torch.float32).unflatten(1, (-1, PANEL)).transpose(1, 2).contiguous()
         if coding.has_zero:  # they are whole numbers
-            scale, least = facts.split(coding.num_groups, 2)
-            facts = torch.cat([scale, (-least / scale).round_().nan_to_num_(0.0)], 2)
-        found = as_bytes(facts)
+            scale, least = scales.split(coding.num_groups, 2)
+            scales = torch.cat([scale, (-least / scale).round_().nan_to_num_(0.0)], 2)
+        found = as_bytes(scales)
         together = words.view(torch.int32) if BITS[coding.kind] == 4 else words
         codes = as_bytes(together.unflatten(1, (-1, PANEL)).transpose(1, 2))
         return torch.cat([found, codes], 2).flatten(0, 1)[: self.num_outputs]
@@ -153,19 +152,16 @@ class Reordered:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory."""
         return self.tiles.num_bytes + self.order.nbytes
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """As CodedTiles.to_dense."""
         return self.tiles.to_dense(dtype)[:, self.order.argsort()]
 
     def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
-        """As CodedTiles.multiply."""
         return self.tiles.multiply(given[..., self.order], bias)
 
 
-class CodedPack(Pack):
+class CodedPack(LaidOut):
     """The weights of one or more layers of the same input, laid out together."""
 
     def __init__(
@@ -173,28 +169,9 @@ class CodedPack(Pack):
         order: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Lay out `rows` [sum of sizes, row_bytes]; the members have `sizes` outputs, and products are in `dtype`."""
-        self.sizes, self.dtype = list(sizes), dtype
-        self.bias = bias.float() if bias is not None else None
         tiles = CodedTiles(coding, rows)
-        self.packed: Any = tiles if order is None else Reordered(order, tiles)
-        self._input: Tensor | None = None
-        self._outputs: Sequence[Tensor] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weights."""
-        found: int = self.packed.num_bytes
-        return found
-
-    def multiply(self, given: Tensor) -> Tensor:
-        """As Pack.multiply."""
-        product: Tensor = self.packed.multiply(given, self.bias)
-        return product
-
-    def weight_of(self, place: int) -> Tensor:
-        """The weight [outputs, inputs] of a member."""
-        dense: Tensor = self.packed.to_dense(self.dtype)
-        return dense.split(self.sizes)[place]
+        packed = tiles if order is None else Reordered(order, tiles)
+        super().__init__(packed, bias.float() if bias is not None else None, sizes, dtype)
 
 
 class PackedCodedLinear(PrepackedLinear):
@@ -207,21 +184,26 @@ class PackedReducedLinear(PackedCodedLinear):
     group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        """As ReducedCodedLinear.forward."""
         return _summed(self.pack.multiply(input), self.group, self.bias)
 
 
 class CodedExperts:
     """The forward of a module of experts with weights of few bits: each expert that a token has chosen."""
 
-    def __init__(self, module: Any, codings: dict[str, Coding], dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: Any, codings: dict[str, Coding], dtype: torch.dtype,
+        packs: Mapping[str, Sequence[LaidOut]] | None = None,
+    ) -> None:  # fmt: skip
+        """`packs` are, by parameter, the weights of experts that are laid out; `codings` tell how others are coded."""
         self._module: Any = weakref.ref(module)  # in a cycle, a dropped model would keep its weights
-        self.codings, self.dtype = codings, dtype
-        self.packs: dict[str, list[CodedPack]] = {}
-        """By parameter, the experts' weights once they are laid out."""
+        self.codings, self.dtype, self.packs = codings, dtype, dict(packs or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _experts_of, (self._module(), self.codings, self.dtype, self.packs)
+        return CodedExperts, (self._module(), self.codings, self.dtype, self.packs)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for packs in self.packs.values() for each in packs)
 
     def lay_out(self) -> None:
         """Lay the weights out for products in C++, and free the parameters."""
@@ -262,12 +244,6 @@ class CodedExperts:
             found = self._multiply("down_proj", expert, inner) * top_k_weights[tokens, places, None]
             result.index_add_(0, tokens, found.to(result.dtype))
         return result
-
-
-def _experts_of(module: Any, codings: dict[str, Coding], dtype: torch.dtype, packs: Any) -> CodedExperts:
-    made = CodedExperts(module, codings, dtype)
-    made.packs = packs
-    return made
 
 
 def may_be_coded(module: Any, name: str) -> bool:

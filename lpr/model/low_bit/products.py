@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lpr.model.cpu.products import PrepackedLinear
+from lpr.model.cpu.products import LaidOut, PrepackedLinear
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.low_bit.tiles import GROUP, Int4Tiles, Int8Tiles
-from lpr.model.rewrite.merged_linear import Pack
 
 Form = Literal["int8", "int4", "fp8"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -45,7 +44,6 @@ class Rounded:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory."""
         return sum(each.nbytes for each in vars(self).values() if isinstance(each, Tensor))
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
@@ -70,37 +68,21 @@ class Rounded:
         return F.linear(given, self.to_dense(given.dtype), bias)
 
 
-class LowBitPack(Pack):
+class LowBitPack(LaidOut):
     """The rounded weights of one or more linear layers of the same input."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], form: Form) -> None:
         """Round `weight` [sum of sizes, inputs]; `bias` [sum of sizes] stays; the members have `sizes` outputs."""
-        self.sizes, self.dtype, self.bias = list(sizes), weight.dtype, bias
-        self.packed: Rounded | Int8Tiles | Int4Tiles = Rounded(weight, form)
-        if form != "fp8" and weight.device.type == "cpu" and can_tile(weight.dtype, 2):
-            self.packed = self.packed.in_tiles()
-            self.bias = bias.float() if bias is not None else None
-        self._input: Tensor | None = None
-        self._outputs: Sequence[Tensor] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the rounded weights."""
-        return self.packed.num_bytes
-
-    def multiply(self, given: Tensor) -> Tensor:
-        """As Pack.multiply."""
-        return self.packed.multiply(given, self.bias)
-
-    def weight_of(self, place: int) -> Tensor:
-        """The rounded weight [outputs, inputs] of a member."""
-        return self.packed.to_dense(self.dtype).split(self.sizes)[place]
+        rounded = Rounded(weight, form)
+        is_tiled = form != "fp8" and weight.device.type == "cpu" and can_tile(weight.dtype, 2)
+        packed = rounded.in_tiles() if is_tiled else rounded
+        super().__init__(packed, bias.float() if bias is not None and is_tiled else bias, sizes, weight.dtype)
 
 
 class LowBitLinear(PrepackedLinear):
     """An `nn.Linear` whose weight lies in a `LowBitPack`."""
 
-    pack: LowBitPack  # type: ignore[assignment]
+    pack: LowBitPack
 
 
 def round_linear(members: Sequence[nn.Linear], form: Form) -> LowBitPack:

@@ -25,7 +25,6 @@ class _LowBitTiles:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory."""
         return self._panels.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def address(self, bias: Tensor | None) -> Address:
@@ -53,7 +52,6 @@ class Int8Tiles(_LowBitTiles):
         self.scale: Tensor = scale.float().contiguous()
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """A copy of the weight [outputs, inputs]."""
         whole = self._panels.transpose(1, 2).contiguous().view(torch.int8).flatten(0, 1)
         values = whole[: self.num_outputs, : self.num_inputs]
         return (values.float() * self.scale[:, None]).to(dtype)
@@ -69,14 +67,13 @@ class Int4Tiles(_LowBitTiles):
         num_outputs, more = len(values), -len(values) % PANEL
         halves = F.pad(values, (0, 0, 0, 0, 0, more)).unflatten(0, (-1, 2, 16)).unflatten(4, (8, 4))
         first, second = halves.permute(1, 0, 3, 4, 2, 5)  # [panels, groups, fours of inputs, 16 outputs, 4]
-        facts = [F.pad(each, (0, 0, 0, more)).unflatten(0, (-1, PANEL)).transpose(1, 2) for each in (scale, low)]
-        bytes_of_facts = torch.cat(facts, 2).contiguous().view(torch.uint8)
-        super().__init__(torch.cat([bytes_of_facts, (first | second << 4).flatten(2)], 2), num_outputs, num_inputs)
+        scales = [F.pad(each, (0, 0, 0, more)).unflatten(0, (-1, PANEL)).transpose(1, 2) for each in (scale, low)]
+        scale_bytes = torch.cat(scales, 2).contiguous().view(torch.uint8)
+        super().__init__(torch.cat([scale_bytes, (first | second << 4).flatten(2)], 2), num_outputs, num_inputs)
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """A copy of the weight [outputs, inputs]."""
-        facts, both = self._panels.split([4 * PANEL, PANEL * GROUP // 2], 2)
-        scale, low = facts.contiguous().view(torch.bfloat16).float().transpose(1, 2).split(PANEL, 1)
+        scales, both = self._panels.split([4 * PANEL, PANEL * GROUP // 2], 2)
+        scale, low = scales.contiguous().view(torch.bfloat16).float().transpose(1, 2).split(PANEL, 1)
         fours = both.unflatten(2, (8, 16, 4)).permute(0, 3, 1, 2, 4)  # [panels, 16 outputs, groups, fours, 4]
         values = torch.cat([fours & 15, fours >> 4], 1).flatten(3)
         whole = (values * scale[..., None] + low[..., None]).flatten(2).flatten(0, 1)

@@ -33,6 +33,11 @@ ROOM = 0.2
 class Pack:
     """The weights [sum of outputs, inputs] of a group and, within a forward, their products with its input."""
 
+    sizes: list[int]  # outputs of the members
+    dtype: torch.dtype
+    _input: torch.Tensor | None = None
+    _outputs: Sequence[torch.Tensor] = ()
+
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         """Each member's parameters become views of the whole, which is a copy unless they lie together."""
         self.sizes = [len(each.weight) for each in members]  # a rank's part of a split layer has fewer than it says
@@ -40,8 +45,6 @@ class Pack:
         self.dtype = self.weight.dtype
         has_bias = members[0].bias is not None
         self.bias: torch.Tensor | None = joined([each.bias.data for each in members]) if has_bias else None
-        self._input: torch.Tensor | None = None
-        self._outputs: Sequence[torch.Tensor] = ()
         biases = self.bias.split(self.sizes) if self.bias is not None else [None] * len(members)
         for each, weight, bias in zip(members, self.weight.split(self.sizes), biases, strict=True):
             each.weight.data = weight

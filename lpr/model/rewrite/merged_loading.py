@@ -64,7 +64,9 @@ class Layout:
 
     def place(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """A module gets a parameter: the same at its place, if its memory has been taken before."""
-        if parameter is None or type(module) is not nn.Linear or not self._is_here(parameter.data):
+        if parameter is None or type(module) is not nn.Linear or parameter.device.type != self.device.type:
+            return None
+        if self.device.index not in (None, parameter.device.index):
             return None
         for members in [each for parent in self._parents for each in _members(parent)]:
             self._take(members)
@@ -75,9 +77,6 @@ class Layout:
         made = nn.Parameter(_like(place.copy_(mine), parameter.data), parameter.requires_grad)
         vars(made).update(vars(parameter))  # transformers' note that it has a value
         return made
-
-    def _is_here(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
 
     def _take(self, members: Sequence[nn.Linear]) -> None:
         """Take the memory of layers whose weights have not arrived."""

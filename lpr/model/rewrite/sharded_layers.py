@@ -36,7 +36,6 @@ class ReducedLinear(nn.Linear):
         return product if self.bias is None else product + self.bias
 
     def multiply(self, input: Tensor) -> Tensor:
-        """This rank's part of the sum."""
         return F.linear(input, self.weight)
 
 

@@ -57,7 +57,6 @@ class Compiler:
         return sum(each.result()[1] for each in done if each.exception() is None)
 
     def matcher(self, grammar: str) -> Any:
-        """A matcher at the start of `grammar`."""
         return self.begin(grammar).result()[0].deep_copy()
 
     def _compile(self, grammar: str) -> tuple[Any, int]:

@@ -80,7 +80,6 @@ class OpenAIForm(Form):
         raise NotImplementedError
 
     def delta(self, each: Event) -> dict[str, Any]:
-        """One step of a choice."""
         raise NotImplementedError
 
     def finish_reason(self, choice: Choice) -> str | None:

@@ -20,7 +20,7 @@ from lpr.serve.checks import chat_of
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import Choice, Event
 from lpr.serve.sandbox import ExhaustedError
-from lpr.serve.text.conversation import check_templates, is_simple
+from lpr.serve.text.conversation import check_templates, is_simple, prompt_of
 from lpr.serve.text.replies import PLAIN, Replies
 from lpr.serve.text.scanner import Piece
 from lpr.serve.text.served import Served, spread
@@ -100,7 +100,7 @@ async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeB
     if not served.templates.is_known:
         await unless_gone(request.receive, context_of(request).learn(served))
     if is_simple(body) and not is_long(request):
-        return served.chat_text(*served.conversation(body))
+        return prompt_of(served.templates, body, served.most_characters)
     # What a client sets can make a template's work as large as it likes.
     try:
         packed = pack(body)

@@ -42,8 +42,6 @@ R = TypeVar("R")
 
 @dataclass
 class Context:
-    """The service behind the HTTP endpoints."""
-
     service: Service
     metrics: Metrics
     request_timeout: float  # in seconds

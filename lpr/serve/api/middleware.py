@@ -17,7 +17,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lpr.config import InputError
+from lpr.config import InputError, read_text
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
 from lpr.serve.connections import GONE
@@ -72,13 +72,8 @@ class Keys:
             raise InputError("--api-key or LPR_API_KEY is given, but holds no key")
         weights: dict[str, float] = {}
         if path is not None:
-            try:
-                lines = path.read_text(encoding="utf-8-sig").splitlines()
-            except (OSError, UnicodeDecodeError) as failure:
-                reason = getattr(failure, "strerror", None) or failure
-                raise InputError(f"cannot read --api-key-file {path}: {reason}") from failure
             num_given = len(keys)
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(read_text(path, "--api-key-file").splitlines(), 1):
                 words, where = line.split(), f"--api-key-file {path}, line {number}"
                 if not words or words[0].startswith("#"):
                     continue

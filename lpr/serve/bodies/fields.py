@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from math import isfinite
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -82,14 +82,6 @@ def _num_parts(given: Any) -> int:
     return len(given) + sum(len(part) for part in parts if isinstance(part, list))
 
 
-def _num_tool_values(given: Any) -> int:
-    return num_values(given, limits.TOOL_VALUES.most)
-
-
-def _num_call_values(given: Any) -> int:
-    return num_values(given, limits.CALL_VALUES.most, are_small=False)
-
-
 def without(*values: int) -> BeforeValidator:
     """A validator that takes these values for null."""
     return BeforeValidator(lambda given: None if isinstance(given, int) and given in values else given)
@@ -115,7 +107,6 @@ def by_type(default: str = "") -> Discriminator:
 
 
 def tagged(name: str) -> Tag:
-    """The tag of a member of a union `by_type`."""
     return Tag(TAG + name)
 
 
@@ -151,8 +142,10 @@ LogitBias = Annotated[Bias, _at_most(limits.LOGIT_BIAS.most, _num_entries, "toke
 few_values = _at_most(limits.TEMPLATE_VALUES.most, num_values, "values")
 few_ids = _at_most(limits.IDS.most, _num_ids, "token ids")
 few_parts = _at_most(limits.MESSAGES.most, _num_parts, "messages and parts")
-few_tool_values = _at_most(limits.TOOL_VALUES.most, _num_tool_values, "values")
-few_call_values = _at_most(limits.CALL_VALUES.most, _num_call_values, "values")
+few_tool_values = _at_most(limits.TOOL_VALUES.most, partial(num_values, most=limits.TOOL_VALUES.most), "values")
+few_call_values = _at_most(
+    limits.CALL_VALUES.most, partial(num_values, most=limits.CALL_VALUES.most, are_small=False), "values"
+)
 Ignored = Annotated[Any, few_values]  # a field without effect
 
 

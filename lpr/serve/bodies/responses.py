@@ -278,7 +278,6 @@ def _messages(items: Sequence[Said | Called | Returned | Thought]) -> tuple[list
 
 
 def _add(message: Message, item: Said | Called | Thought) -> None:
-    """Add a part of an answer to its message."""
     if isinstance(item, Said):
         message.content = joined(item.content)
     elif isinstance(item, Thought):

@@ -25,20 +25,7 @@ from lpr.engine.request import Request
 from lpr.engine.trie_file import check_writable, read_trie, trie_path
 from lpr.model.loader import bundled_model
 from lpr.protocol import Abort, Chunk, ErrorCode, Failure, Stop, Submit
-from lpr.serve.messages import (
-    Adapter,
-    Adapters,
-    Facts,
-    Finish,
-    Load,
-    LoadAdapter,
-    Loading,
-    Pulse,
-    Resume,
-    Stepped,
-    ToDriver,
-    UnloadAdapter,
-)
+from lpr.serve import messages
 from lpr.serve.options import ServeArgs
 from lpr.serve.ranks import ORIGIN, SOCKET
 from lpr.serve.ranks.line import PULSE_EVERY, FrontGoneError, Line
@@ -139,7 +126,7 @@ def _kept_trie(path: Path | None, engine: Engine, loads: bool) -> Iterator[None]
 
 def _tell(line: Line | None, stage: str, number: int) -> None:
     if line is not None:
-        line.send(Loading(stage, number, 3))
+        line.send(messages.Loading(stage, number, 3))
 
 
 class EngineBridge(StepHooks):
@@ -183,12 +170,12 @@ class EngineBridge(StepHooks):
         finally:
             self.engine.hooks = StepHooks()
 
-    def _obey(self, messages: Sequence[ToDriver]) -> bool:
+    def _obey(self, received: Sequence[messages.ToDriver]) -> bool:
         """Do what the front says; False after Stop.
 
         Requests are submitted after those that end, and as many as can be read without a delay of the others.
         """
-        for message in messages:
+        for message in received:
             if isinstance(message, Stop):
                 return False
             if isinstance(message, Submit):
@@ -200,9 +187,9 @@ class EngineBridge(StepHooks):
                 request = self._open.pop(int(message.id), None) or self.engine.requests.get(message.id)
                 if request is not None:
                     self.engine.abort(request)
-            elif isinstance(message, Finish):
+            elif isinstance(message, messages.Finish):
                 self._finish(message)
-            elif isinstance(message, LoadAdapter | UnloadAdapter):
+            elif isinstance(message, messages.LoadAdapter | messages.UnloadAdapter):
                 self._change(message)
             else:
                 self._resume(message)
@@ -217,13 +204,13 @@ class EngineBridge(StepHooks):
             self._ready += self._submit(message)
         return True
 
-    def _change(self, message: LoadAdapter | UnloadAdapter) -> None:
+    def _change(self, message: messages.LoadAdapter | messages.UnloadAdapter) -> None:
         """Load or unload an adapter; the requests that come next wait for it."""
         name, engine = message.name, self.engine
         try:
             done = (
                 engine.load_adapter(name, message.path)
-                if isinstance(message, LoadAdapter)
+                if isinstance(message, messages.LoadAdapter)
                 else engine.unload_adapter(name)
             )
         except InputError as failure:
@@ -237,7 +224,9 @@ class EngineBridge(StepHooks):
             return
         for name, done in self._changes.items():
             failure = done.exception()
-            self._line.send(Adapters(adapters_of(self.engine), name, None if failure is None else str(failure)))
+            self._line.send(
+                messages.Adapters(adapters_of(self.engine), name, None if failure is None else str(failure))
+            )
         self._changes.clear()
 
     def begin_step(self) -> None:
@@ -245,7 +234,7 @@ class EngineBridge(StepHooks):
         running = {request.id for request in self.engine.scheduler.running}
         if not running <= self._begun:
             self._line.moved(self._load())
-            self._line.send(Pulse(self._line.load))
+            self._line.send(messages.Pulse(self._line.load))
             self._line.flush()
         self._begun = running
 
@@ -275,7 +264,6 @@ class EngineBridge(StepHooks):
             self._drafts.offer(tenant, *self.engine.learned(tenant))
 
     def _send(self) -> None:
-        """Send the chunks since the last call."""
         chunks, self._ready = self._ready, []
         for request in self._advanced:
             if not isinstance(request.id, int) or request.id not in self._open:
@@ -287,7 +275,7 @@ class EngineBridge(StepHooks):
         self._advanced.clear()
         self._line.moved(self._load())
         if chunks:
-            self._line.send(Stepped(chunks, self._line.load))
+            self._line.send(messages.Stepped(chunks, self._line.load))
 
     def _share(self, request: Request) -> None:
         """Let other replicas draft from a request that has finished well."""
@@ -313,7 +301,7 @@ class EngineBridge(StepHooks):
         if request.num_output:
             yield request.resend(len(message.token_ids) - message.num_prompt)
 
-    def _finish(self, message: Finish) -> None:
+    def _finish(self, message: messages.Finish) -> None:
         """End a request whose text is complete, and send its usage at once, as the client waits for it."""
         if (new := self._new.pop(message.id, None)) is not None:
             self._ready += self._submit(new)
@@ -321,9 +309,9 @@ class EngineBridge(StepHooks):
         if request is not None:  # otherwise its last chunk is on its way
             self.engine.abort(request)
             chunk = Chunk(message.id, [], "", "stop", usage=request.usage, predicted=request.predicted)
-            self._line.send(Stepped([chunk], self._line.load))
+            self._line.send(messages.Stepped([chunk], self._line.load))
 
-    def _resume(self, message: Resume) -> None:
+    def _resume(self, message: messages.Resume) -> None:
         """Abort the requests that the front has dropped since it told a lost driver of them."""
         if self._drafts is not None:
             for tenant in message.tenants:
@@ -332,21 +320,21 @@ class EngineBridge(StepHooks):
             there, named = adapters_of(self.engine), {each.name for each in message.adapters}
             for adapter in message.adapters:
                 if adapter not in there:
-                    self._change(LoadAdapter(adapter.name, adapter.path))
+                    self._change(messages.LoadAdapter(adapter.name, adapter.path))
             for adapter in there:
                 if adapter.name not in named:
-                    self._change(UnloadAdapter(adapter.name))
+                    self._change(messages.UnloadAdapter(adapter.name))
         wanted = set(message.ids)
         for request in list(self.engine.requests.values()):
             if request.id not in wanted:
                 self.engine.abort(request)
 
-    def _load(self) -> Load:
+    def _load(self) -> messages.Load:
         engine = self.engine
         running = engine.scheduler.running
         cached, counts = engine.scheduler.retained, engine.scheduler.counts
         swapped, *moved = engine.scheduler.placement.swapped
-        return Load(
+        return messages.Load(
             running=[request.id for request in running if isinstance(request.id, int)],
             kv_usage=engine.scheduler.placement.usage,
             num_steps=self._num_steps,
@@ -363,9 +351,8 @@ class EngineBridge(StepHooks):
         )
 
 
-def adapters_of(engine: Engine) -> list[Adapter]:
-    """The adapters that requests may name."""
-    return [Adapter(each.name, each.path, each.digest) for each in engine.replica.adapters.names.values()]
+def adapters_of(engine: Engine) -> list[messages.Adapter]:
+    return [messages.Adapter(each.name, each.path, each.digest) for each in engine.replica.adapters.names.values()]
 
 
 def epoch_of(comm: Comm) -> int:
@@ -373,7 +360,7 @@ def epoch_of(comm: Comm) -> int:
     return comm.membership.epoch if comm.membership is not None else 0
 
 
-def facts_of(engine: Engine, model: str) -> Facts:
+def facts_of(engine: Engine, model: str) -> messages.Facts:
     """The facts of an engine; raises InputError for a model without a fast tokenizer."""
     tokenizer: Any = engine.tokenizer
     if tokenizer is None:
@@ -385,7 +372,7 @@ def facts_of(engine: Engine, model: str) -> Facts:
     templates = template if isinstance(template, dict) else {"default": template} if template else {}
     special = {name: getattr(tokenizer, name, None) for name in _SPECIAL}
     limits = engine.scheduler.limits
-    return Facts(
+    return messages.Facts(
         model=model,
         vocab_size=engine.model.vocab_size,
         max_length=engine.max_length,

@@ -16,8 +16,6 @@ _ANNOTATIONS = ("title", "description", "examples", "default", "$comment")
 
 
 class CallGrammar:
-    """Builds the grammar of one request."""
-
     def __init__(self, added: Mapping[str, int]) -> None:
         """`added` are the tokenizer's added tokens, which a grammar names by their ids."""
         self._added = added

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lpr.config import InputError, SamplingParams
+from lpr.config import InputError, SamplingParams, read_text
 
 NAMES = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -27,11 +27,7 @@ def read_defaults(source: str, own: Mapping[str, Any], override: str | None = No
     else:
         path = Path(source) / FILE if Path(source).is_dir() else Path(source)
         where = f"--generation-config {path}"
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as failure:
-            raise InputError(f"cannot read {where}: {getattr(failure, 'strerror', None) or failure}") from failure
-        given = _object(text, where)
+        given = _object(read_text(path, "--generation-config"), where)
     return {**_checked(given, where), **read_override(override)}
 
 

@@ -36,8 +36,6 @@ _ASIDE = ("type", "id", "tool_call_id", "call_id", "index")
 
 
 class Tags(NamedTuple):
-    """How arguments are written one by one."""
-
     head: str  # what is before a function's name; "" if it stands behind the mark of the call
     key: str
     key_end: str
@@ -61,8 +59,6 @@ DSML = Tags("<\uff5cDSML\uff5cinvoke name=", "<\uff5cDSML\uff5cparameter name=",
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """The form in which one family writes calls."""
-
     name: str
     signs: tuple[str, ...]  # pieces of the chat template, all of which it has
     source: str
@@ -297,7 +293,6 @@ class Calls:
             raise MalformedError
 
     def _pairs(self, tags: Tags, schema: Mapping[str, Any]) -> Parsing[None]:
-        """Arguments in tags, up to what ends the call."""
         reader, separator, ended = self._reader, "", ""
         reader.begin_object()
         while True:

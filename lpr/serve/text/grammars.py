@@ -32,7 +32,6 @@ class Grammars:
     """Compiles grammars, and remembers the results by content."""
 
     def __init__(self, sandbox: Sandbox) -> None:
-        """Compile in `sandbox`, one of whose tasks is `compile_grammar`."""
         self.sandbox = sandbox
         self._within = (limits.GRAMMAR_TIME.most / 1000, limits.GRAMMAR_MEMORY.most << 20)
         self._known: OrderedDict[tuple[str, str], _Verdict] = OrderedDict()
@@ -114,7 +113,6 @@ class Grammars:
 
 
 def _source(wanted: ResponseFormat) -> tuple[str, str]:
-    """The kind and text of a grammar."""
     if wanted.type == "regex":
         return "regex", wanted.regex or ""
     if wanted.type == "grammar":

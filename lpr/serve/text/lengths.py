@@ -26,8 +26,6 @@ _KEEPING = {"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "Unicode
 
 @dataclass(frozen=True)
 class Lengths:
-    """The longest tokens of a vocabulary."""
-
     longest: int  # characters that a token stands for, at most
     most_letters: int  # ASCII letters of a token, at most
     counts_space: bool  # False if special tokens can stand for any number of spaces

@@ -30,8 +30,6 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class Replies:
-    """How the replies to one conversation are read."""
-
     family: Family
     tools: Tools = field(default_factory=dict)  # empty: calls are not read
     choice: Literal["auto", "required"] = "auto"  # "required": the reply is a call
@@ -41,7 +39,6 @@ class Replies:
 
     @property
     def is_plain(self) -> bool:
-        """True if replies are shown as they are."""
         return not self.tools and self.family.thoughts is None
 
     @property

@@ -374,7 +374,6 @@ class Scanner:
             yield
 
     def back(self, mark: str) -> None:
-        """Give back the mark that was taken last."""
         self._at -= len(mark)
 
 

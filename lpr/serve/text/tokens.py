@@ -92,7 +92,6 @@ class Tokens:
         return text
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that one token stands for."""
         name = self._plain.id_to_token(token)
         if name is None:
             return b""
@@ -111,7 +110,6 @@ class Tokens:
 
     @cached_property
     def special(self) -> frozenset[str]:
-        """The special tokens, which texts leave out."""
         added = self._plain.get_added_tokens_decoder().values()
         return frozenset(str(token.content) for token in added if token.special)
 

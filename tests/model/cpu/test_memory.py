@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lpr.model.cpu import memory
-from lpr.model.cpu.memory import LEAST_BYTES, in_huge_pages, settle, zeros
+from lpr.model.cpu.memory import LEAST_BYTES, in_huge_pages, wait_for_pages, zeros
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is torch.zeros")
 ROWS = 4 * LEAST_BYTES // 4096
@@ -41,7 +41,7 @@ def test_pages_are_taken_while_others_write() -> None:
 def test_free_memory_is_told_after_what_is_being_taken() -> None:
     before = resident_bytes()
     found = zeros((ROWS, 1024), torch.float32)
-    settle()
+    wait_for_pages()
     assert resident_bytes() - before > 0.95 * found.nbytes
 
 

@@ -25,7 +25,7 @@ def test_weights_that_are_bfloat16_lie_as_such_and_have_the_bits_of_floats(monke
     monkeypatch.setattr(tiles, "_halves", lambda weight: weight)
     floats = Tiles(weight)
     assert halves._panels.numel() * 2 == floats._panels.numel() * halves._panels.itemsize
-    assert torch.equal(halves.to_dense(), weight) and torch.equal(floats.to_dense(), weight)
+    assert torch.equal(halves.to_dense(weight.dtype), weight) and torch.equal(floats.to_dense(weight.dtype), weight)
     for height in (*range(1, 30), 56, 57, 130):
         assert torch.equal(halves.multiply(rows[:height], None), floats.multiply(rows[:height], None))
 
@@ -35,9 +35,9 @@ def test_a_weight_that_is_not_bfloat16_or_has_no_pairs_lies_as_it_is() -> None:
     weight = torch.randn(40, 64).bfloat16().float()
     assert Tiles(weight)._panels.dtype is torch.bfloat16
     weight[3, 7] += 2.0**-20
-    assert torch.equal(Tiles(weight).to_dense(), weight)
+    assert torch.equal(Tiles(weight).to_dense(weight.dtype), weight)
     odd = torch.randn(40, 63).bfloat16().float()
-    assert torch.equal(Tiles(odd).to_dense(), odd) and Tiles(odd)._panels.dtype is torch.float32
+    assert torch.equal(Tiles(odd).to_dense(odd.dtype), odd) and Tiles(odd)._panels.dtype is torch.float32
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,7 +48,7 @@ def test_products_beside_float64(num_out: int, num_in: int, dtype: torch.dtype) 
     weight, bias = torch.randn(num_out, num_in).to(dtype), torch.randn(num_out)
     rows = torch.randn(2, 150, num_in).to(dtype)  # more than go past the weights together
     packed = Tiles(weight)
-    assert torch.equal(packed.to_dense(), weight)
+    assert torch.equal(packed.to_dense(dtype), weight)
     expected = rows.double() @ weight.double().T + bias
     found = packed.multiply(rows, bias)
     error = 2.0**-8 if dtype is torch.bfloat16 else 1e-6 * num_in**0.5

@@ -106,9 +106,9 @@ def test_experts_are_those_of_the_rounded_weights(family: str) -> None:
     modules = [(each, twin.get_submodule(name)) for name, each in model.named_modules() if hasattr(each, "_apply_gate")]
     assert len(modules) == 2
     for full, rounded in modules:
-        packs = vars(rounded)["forward"]
+        packs = vars(rounded)["forward"].packs
         with torch.no_grad():
-            weights = [torch.stack([each.weight_of(0) for each in side]) for side in (packs.first, packs.second)]
+            weights = [torch.stack([each.weight_of(0) for each in side]) for side in packs.values()]
             assert 0 < float((weights[0] - full.gate_up_proj).abs().max()) < 0.6 / 127
             full.gate_up_proj.copy_(weights[0])
             full.down_proj.copy_(weights[1])

@@ -8,10 +8,13 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from lpr.serve.api import adapters, chat, completions, infill, info, messages, responses
+from lpr.serve.api.parsing import kinds_of
 from lpr.serve.bodies.completions import ChatBody, CompletionBody
 from lpr.serve.bodies.fields import Harmless, Only, Sampled
 from lpr.serve.bodies.infill import FimBody, InfillBody
 from lpr.serve.bodies.messages import CountBody, MessagesBody
+from lpr.serve.bodies.packed import unpack
 from lpr.serve.bodies.responses import ResponsesBody
 from lpr.serve.checks import check_body
 from lpr.serve.errors import ApiError
@@ -171,3 +174,14 @@ def test_the_documentation_shows_all_fields() -> None:
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     found = page.partition("<!-- fields -->\n")[2].partition("\n<!-- end of fields -->")[0]
     assert found == written(), written()
+
+
+def test_every_long_body_can_be_checked_aside() -> None:
+    """A long body that loads an adapter had no class there, and was answered with a 500."""
+    routers = [module.router for module in (adapters, chat, completions, infill, info, messages, responses)]
+    for path, kind in kinds_of(routers).items():
+        with pytest.raises(ApiError) as failure:
+            check_body(kind, b'{"no such field": 1}')
+        assert failure.value.status == 400, path
+    packed = check_body("LoadAdapterBody", json.dumps({"lora_name": "a", "lora_path": "é" * 4096}).encode())
+    assert unpack(packed)[0][0].lora_name == "a"

@@ -17,6 +17,7 @@ from lpr.serve.bodies.responses import ResponsesBody
 from lpr.serve.bodies.responses import as_chat as of_responses
 from lpr.serve.errors import ApiError
 from lpr.serve.text.chat_template import ChatTemplates
+from lpr.serve.text.conversation import prompt_of
 from tests.fakes.templates import CALL, CHATML, CONVERSATIONS, RESULT, SAYS, SYSTEM, TEMPLATES, TOOLS, USER, served
 
 THINKS = (  # DeepSeek R1's and Qwen3's ways with thoughts
@@ -36,7 +37,7 @@ served_once = cache(served)
 
 def prompt(template: str, body: ChatBody) -> str:
     model = served_once(template)
-    return model.chat_text(*model.conversation(body))
+    return prompt_of(model.templates, body, model.most_characters)
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
@@ -116,7 +117,7 @@ def test_a_begun_thought_goes_on_and_an_ended_one_does_not() -> None:
             continue_final_message=True,
             add_generation_prompt=False,
         )
-        text = model.chat_text(*model.conversation(body))
+        text = prompt_of(model.templates, body, model.most_characters)
         assert text.endswith(end) and model.replies(body, text).begun == is_open
 
 
@@ -152,7 +153,7 @@ def test_tools_have_the_form_that_a_template_reads() -> None:
 def test_a_template_that_does_not_compile_refuses_chats_only() -> None:
     model = served("{% if %}")
     with pytest.raises(ApiError, match="cannot be read"):
-        model.chat_text(*model.conversation(chat(messages=[USER])))
+        prompt_of(model.templates, chat(messages=[USER]), model.most_characters)
     assert ChatTemplates({"default": "{% if %}"}, {}).learnt()["default"]["several"] is True
 
 
