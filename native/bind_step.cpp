@@ -69,13 +69,13 @@ struct BoundDraft : StepDraft {
 using Gathered = nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu>;
 
 nb::tuple conclude(BoundDraft& draft, const Gathered& payloads, int64_t width, Budgets& budgets,
-                   int64_t num_guesses) {
+                   int64_t num_guesses, const std::vector<int64_t>& drafting) {
   if (payloads.shape(1) && payloads.stride(1) != 1) throw std::invalid_argument("a payload's words are neighbours");
   Payloads all{payloads.data(), static_cast<int64_t>(payloads.shape(0)), payloads.stride(0),
                static_cast<int64_t>(payloads.shape(1)), draft.capacity, width, num_guesses};
   Columns moves;
   nb::list found;
-  for (Conclusion& each : draft.conclude(all, budgets, moves)) {
+  for (Conclusion& each : draft.conclude(all, budgets, moves, drafting)) {
     nb::list tokens = nb::cast<BoundState&>(draft.listed[found.size()]).listed;
     for (int32_t token : each.emitted) tokens.append(token);
     found.append(nb::cast(std::move(each)));
@@ -160,7 +160,7 @@ void bind_step(nb::module_& m) {
       .def_ro("num_entries", &BoundDraft::num_entries)
       .def("__len__", [](const BoundDraft& draft) { return draft.trees.size(); })
       .def("conclude", &conclude, "payloads"_a, "width"_a, "budgets"_a,
-           "num_guesses"_a = 0);
+           "num_guesses"_a = 0, "drafting"_a = std::vector<int64_t>{});
   m.def(
       "draft_step",
       [](nb::list states, Budgets& budgets, size_t rank, Served served, int64_t capacity, int32_t num_candidates,

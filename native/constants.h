@@ -16,7 +16,7 @@ using Numbers = std::vector<double>;
   X(Numbers, candidate_weights) X(double, prediction_trust) X(int, first_strength)                                    \
   X(int, replaced_cost) X(int, inserted_cost) X(int, near_before) X(int, near_after) X(int, near_places)              \
   X(int, near_bonus) X(int, sure_strength) X(int, lost_after) X(int, lost_match) X(int, most_cursors)                 \
-  X(int, recent_stage) X(int, recent_kind) X(int, several) X(int, num_block_header) X(double, probability_steps) X(double, head_weight) X(int, head_kind) X(int, copy_kind) X(int, copy_bit)                                                            \
+  X(int, recent_stage) X(int, recent_kind) X(int, several) X(int, num_block_header) X(int, from_root) X(double, probability_steps) X(double, head_weight) X(int, head_kind) X(int, copy_kind) X(int, copy_bit)                                                            \
   X(std::vector<int64_t>, levels) X(int, num_levels) X(int, num_kinds) X(int, num_buckets) X(int, middle_bucket)      \
   X(double, cell_memory) X(double, least_frequency) X(std::vector<int64_t>, knots)                                    \
   X(double, first_window_yield) X(double, pool_yield) X(int, window_segment) X(double, window_memory)                 \

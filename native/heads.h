@@ -19,6 +19,25 @@ struct HeadDraft {
   }
 
   double weight(size_t guess) const { return constants.head_weight / constants.probability_steps * steps[guess]; }
+
+  int add(int parent, int32_t token, int32_t step) {
+    tokens.push_back(token);
+    parents.push_back(parent);
+    steps.push_back(step);
+    return static_cast<int>(tokens.size()) - 1;
+  }
+
+  // Add what another draft guesses behind one of its guesses, which is the last committed token here.
+  void merge(const HeadDraft& other, int from) {
+    std::vector<int> place(other.tokens.size(), -1);
+    place[from] = 0;
+    for (size_t i = from + 1; i < other.tokens.size(); i++) {
+      int parent = other.parents[i] < 0 ? -1 : place[other.parents[i]];
+      if (parent < 0) continue;
+      int known = child(parent, other.tokens[i]);
+      place[i] = known >= 0 ? known : add(parent, other.tokens[i], other.steps[i]);
+    }
+  }
 };
 
 inline int64_t block_words(int64_t num_guesses) {
@@ -35,11 +54,19 @@ inline HeadDraft read_block(const int32_t* block, int64_t num_guesses, int32_t e
   for (int32_t i = 0; i < count; i++, pair += 2) {
     int32_t parent = pair[1] >> 16;
     if (pair[0] < 0 || parent < 0 || parent >= static_cast<int32_t>(draft.tokens.size())) return {};
-    draft.tokens.push_back(pair[0]);
-    draft.parents.push_back(parent);
-    draft.steps.push_back(pair[1] & static_cast<int32_t>(constants.probability_steps));
+    draft.add(parent, pair[0], pair[1] & static_cast<int32_t>(constants.probability_steps));
   }
   return draft;
+}
+
+// Add to `draft` what a block of a rank that only drafts has behind the tokens that a step has emitted.
+inline void read_ahead(const int32_t* block, int64_t num_guesses, const Tokens& emitted, HeadDraft& draft) {
+  HeadDraft found = read_block(block, num_guesses, constants.from_root, 0);
+  int guess = 0;
+  for (int32_t token : emitted)
+    if ((guess = found.child(guess, token)) < 0) return;
+  draft.merge(found, guess);
+  draft.is_copy = true;
 }
 
 }  // namespace lpr

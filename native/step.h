@@ -93,8 +93,12 @@ class StepDraft {
   }
 
   // Accept a path of each tree and advance the states; `moves` gets row, entry, and the entry in whose place it belongs.
-  std::vector<Conclusion> conclude(const Payloads& payloads, Budgets& budgets, Columns& moves) {
+  // `drafting` are ranks that serve no tree and draft for all.
+  std::vector<Conclusion> conclude(const Payloads& payloads, Budgets& budgets, Columns& moves,
+                                   const std::vector<int64_t>& drafting = {}) {
     check(payloads);
+    if (!drafting.empty() && static_cast<int64_t>(states.size()) > payloads.num_trees())
+      throw std::invalid_argument("the payloads do not hold the drafts of all trees");
     Payloads all = payloads.authoritative(served.size());
     std::vector<std::vector<int64_t>> places(states.size(), std::vector<int64_t>(served.size(), 0));
     for (size_t each = 0; each < served.size(); each++)
@@ -126,6 +130,13 @@ class StepDraft {
         head = read_block(all.block(home, places[i][home]), all.num_guesses, each.path.back(), bonus);
         if (head.tokens.size() > 1) break;
       }
+      HeadDraft ahead;
+      Tokens emitted;
+      for (size_t node = 1; node < each.path.size(); node++) emitted.push_back(trees[i]->tokens[each.path[node]]);
+      emitted.push_back(bonus);
+      for (int64_t rank : all.num_guesses && bonus >= 0 ? drafting : std::vector<int64_t>{})
+        read_ahead(all.block(rank, i), all.num_guesses, emitted, ahead);
+      if (ahead.tokens.size() > 1) head = std::move(ahead);
       each.emitted = state.advance(*trees[i], each.path, result, *shards[i], std::move(head));
       each.may_end = each.failure || state.may_end(each.emitted);
       each.next_tokens = std::move(result.next_tokens);

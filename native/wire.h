@@ -63,6 +63,7 @@ inline Tokens pack_header(uint64_t digest, int32_t num_command_bytes, int32_t nu
   add(digest);
   words.push_back(num_command_bytes);
   words.push_back(num_candidates);
+  words.push_back(0);  // the time that the rank has taken, once it is known
   for (size_t i = 0; i < tree_digests.size(); i++) {
     add(tree_digests[i]);
     words.push_back(num_owned[i]);

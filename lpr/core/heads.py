@@ -11,7 +11,7 @@ probability.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,8 @@ import numpy as np
 from lpr.core import constants
 
 NUM_BLOCK_HEADER = 3
+FROM_ROOT = -1
+"""In place of the path's end: the guesses of a rank that only drafts, which follow the root of the step's tree."""
 COPY_BIT = 16  # bit of the number of guesses that says whose they are
 PROBABILITY_STEPS = 65535  # a probability travels as a multiple of 1 / PROBABILITY_STEPS
 Place = tuple[float, Sequence[int], int, int]
@@ -69,6 +71,41 @@ class HeadDraft:
         pairs[:, 0] = self.tokens[1 : count + 1]
         pairs[:, 1] = [self.parents[guess] << 16 | self.steps[guess] for guess in range(1, count + 1)]
         return words
+
+
+    def behind(self, tokens: Sequence[int]) -> HeadDraft:
+        """What it guesses behind these tokens; no guess if it has not guessed them."""
+        guess, found = 0, HeadDraft(is_copy=self.is_copy)
+        for token in tokens:
+            if (guess := self.child(guess, token)) < 0:
+                return found
+        found.merge(self, guess)
+        return found
+
+    def merge(self, other: HeadDraft, behind: int = 0) -> None:
+        """Add what another draft guesses behind one of its guesses, which is the last committed token here."""
+        places = {behind: 0}
+        for guess in range(behind + 1, len(other.tokens)):
+            if (parent := places.get(other.parents[guess], -1)) >= 0:
+                known = self.child(parent, other.tokens[guess])
+                places[guess] = known if known >= 0 else self.add(parent, other.tokens[guess], other.steps[guess])
+
+    def path_to(self, guess: int) -> list[int]:
+        """The guesses from the first one after the last committed token to `guess`."""
+        path: list[int] = []
+        while guess > 0:
+            path.append(guess)
+            guess = self.parents[guess]
+        return path[::-1]
+
+
+def read_ahead(blocks: Iterable[np.ndarray], emitted: Sequence[int]) -> HeadDraft | None:
+    """What ranks that only draft have behind the tokens that a step has emitted, by their blocks; None if nothing."""
+    draft = HeadDraft(is_copy=True)
+    for block in blocks:
+        if (found := read_block(block, FROM_ROOT, 0)) is not None:
+            draft.merge(found.behind(emitted))
+    return draft if len(draft.tokens) > 1 else None
 
 
 def read_block(block: np.ndarray, end: int, bonus: int) -> HeadDraft | None:

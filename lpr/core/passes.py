@@ -96,6 +96,11 @@ class Passes:
         self._ways: dict[tuple[int, int, bool], Way] = {}
         self._rates: dict[int, list[float]] = {}
 
+    @property
+    def is_fixed(self) -> bool:
+        """True if the number of passes is given."""
+        return self._fixed is not None
+
     def begin_step(self, times: StepTimes | None, longest: int) -> None:
         """Begin a step of sequences of up to `longest` tokens; `times` are those of steps, if they are known."""
         self._times, self._longest = times, longest

@@ -17,7 +17,7 @@ from lpr.core.accept import accept
 from lpr.core.budgets import Budgets
 from lpr.core.constants import LONGEST_CATCH_UP
 from lpr.core.digest import Digest
-from lpr.core.heads import read_block
+from lpr.core.heads import read_ahead, read_block
 from lpr.core.partition import Shard, partition
 from lpr.core.rows import row_entries
 from lpr.core.state import SequenceState, TreeResult, has_nan_result
@@ -75,15 +75,20 @@ class StepDraft:
         return tree, shards[self.rank]
 
     def conclude(
-        self, payloads: np.ndarray, width: int, budgets: Budgets, num_guesses: int = 0
+        self,
+        payloads: np.ndarray,
+        width: int,
+        budgets: Budgets,
+        num_guesses: int = 0,
+        drafting: Sequence[int] = (),
     ) -> tuple[list[Conclusion], np.ndarray]:
         """Accept a path of each tree, and advance the states and `budgets`.
 
         `payloads` is int32 [world ranks, words], with tables of `width` words a node and room for `num_guesses` of a
         head (lpr.core.wire); of the ranks that share a replica the first one counts (rule R6). Also returns the entries
         whose K/V must move, int64 [3, n]: the number of this rank's row, the entry, and the entry in whose place it
-        belongs. Raises ValueError, before anything has changed, if the ranks' headers differ, and for payloads that are
-        no trees.
+        belongs. Ranks of `drafting` serve no tree and draft for all. Raises ValueError, before anything has changed, if
+        the ranks' headers differ, and for payloads that are no trees.
         """
         if not wire.headers_agree(payloads, self.served):
             raise ValueError("the headers of the ranks differ")
@@ -106,6 +111,9 @@ class StepDraft:
             places = wire.places_of(index, self.served)
             sent = [blocks[rank, places[rank]] for rank in state.homes] if num_guesses else []
             head = next(filter(None, (read_block(block, path[-1], bonus) for block in sent)), None)
+            if num_guesses and bonus >= 0:
+                ahead = [blocks[rank, index] for rank in drafting]
+                head = read_ahead(ahead, [*(tree.tokens[node] for node in path[1:]), bonus]) or head
             emitted = state.advance(tree, path, result, shards, head)
             failure = bonus if bonus < 0 else None
             may_end = failure is not None or state.may_end(emitted)

@@ -3,13 +3,15 @@
 A payload is int32 words, as many on all ranks (rule R2):
 
     header    NUM_HEADER words: the digest of what all ranks hold (low, high), the length of the commands that the
-              driver broadcasts after the step (rule R3), and how many candidates of a node this rank sends
+              driver broadcasts after the step (rule R3), how many candidates of a node this rank sends, and the
+              microseconds that it has taken, by which ranks that only draft know how many passes fit into a step
     trees     NUM_TREE_HEADER words for each tree that the rank serves: the digest of what the tree's home ranks alone
               hold (low, high), and how many of its nodes the rank owns
     results   for each of these trees a table of `capacity` nodes with `width` words: of every node that the rank owns
               the next token, k candidates, their scores (four to a word), log-probabilities in steps in which a running
               request asks for them, and, where ranks do not draft each other's trees, the node itself
-    guesses   for each of these trees a block of what a prediction head guesses, where there is one (lpr.core.heads)
+    guesses   for each of these trees a block of what a prediction head guesses, where there is one (lpr.core.heads);
+              a rank that only drafts has a block for every tree of the step, in the order of the trees
 
 A rank drafts only the trees of requests that it serves. Of the other trees it needs the accepted path and the
 candidates of the nodes. So a node that travels is two words: its number, its parent's number and its source in one, its
@@ -29,7 +31,7 @@ from lpr.core.state import TreeResult
 from lpr.core.tree import TokenTree
 from lpr.protocol import TokenLogprobs
 
-NUM_HEADER = 4
+NUM_HEADER = 5
 NUM_TREE_HEADER = 3
 NUM_NODE_WORDS = 2
 NODE_BITS = 14
@@ -90,7 +92,7 @@ def pack_header(
     digest: int, num_command_bytes: int, num_candidates: int, tree_digests: Sequence[int], num_owned: Sequence[int]
 ) -> np.ndarray:
     """A rank's header and tree headers, in the order of its trees."""
-    words = [*_halves(digest), num_command_bytes, num_candidates]
+    words = [*_halves(digest), num_command_bytes, num_candidates, 0]
     for tree_digest, count in zip(tree_digests, num_owned, strict=True):
         words += [*_halves(tree_digest), count]
     return np.array(words, np.int64).astype(np.int32)
@@ -108,6 +110,11 @@ def num_command_bytes(payloads: np.ndarray) -> int:
 def num_candidates(payload: np.ndarray) -> int:
     """How many candidates of a node a rank sends."""
     return int(payload[3])
+
+
+def microseconds(payload: np.ndarray) -> int:
+    """The time that a rank has taken for a step before its gather."""
+    return int(payload[4])
 
 
 def tree_header(payload: np.ndarray, place: int) -> np.ndarray:

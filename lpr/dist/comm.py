@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ class Comm:
     tp_mesh: DeviceMesh | None = None
     """The ranks that share this replica's weights, for the model layer; None where each rank holds all of them."""
     num_sharing: int = 1  # ranks that share this rank's memory, itself included
+    num_drafting: int = 0
+    """Replicas of the job, its last ones, that only draft (lpr.engine.draft_rank); set by the engine."""
     membership: Membership | None = None
     """How the mesh changes when ranks are lost or replaced; None where a lost rank is the loss of the job."""
 
@@ -45,6 +47,27 @@ class Comm:
     @property
     def size(self) -> int:
         return 1
+
+    @property
+    def replicas(self) -> Sequence[int]:
+        """By rank, the number of its replica in the job."""
+        return range(self.size)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the job, lost ones included."""
+        return self.membership.num_replicas if self.membership is not None else self.size
+
+    @property
+    def drafting(self) -> list[int]:
+        """The ranks that only draft."""
+        first = self.num_replicas - self.num_drafting
+        return [rank for rank, replica in enumerate(self.replicas) if replica >= first]
+
+    @property
+    def num_serving(self) -> int:
+        """Number of ranks that evaluate trees."""
+        return self.size - len(self.drafting)
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's `payload` (int32 [P], the same P everywhere), as int32 [size * tp_size, P] on the host.
@@ -119,6 +142,10 @@ class ProcessComm(Comm):
     @property
     def size(self) -> int:
         return self._members.size
+
+    @property
+    def replicas(self) -> Sequence[int]:
+        return self._members.view
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         """As Comm.gather: one collective over the whole world, as a second one along `tp` would double the waits."""

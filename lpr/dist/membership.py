@@ -87,6 +87,11 @@ class Membership:
         return len(self._view)
 
     @property
+    def view(self) -> Sequence[int]:
+        """The replicas that the engine knows of, by rank."""
+        return self._view
+
+    @property
     def newcomers(self) -> tuple[int, ...]:
         """Replicas that have loaded and wait to be taken in."""
         return tuple(each for each in self._heartbeat.newcomers if each not in self.replicas)

@@ -32,8 +32,8 @@ MOST = 128  # names of adapters: each keeps weights in memory, and clients with 
 class Adapters:
     """The adapters of a replica, the same on every rank."""
 
-    def __init__(self, model: TreeModel) -> None:
-        """None; they are loaded into `model`."""
+    def __init__(self, model: TreeModel | None) -> None:
+        """None; they are loaded into `model`. A rank without one, which only drafts, loads none."""
         self._model = model
         self.names: dict[str, LoadAdapter] = {}
         """By name, the command that has loaded it."""
@@ -97,8 +97,8 @@ class Adapters:
 
     def of_slots(self, running: Collection[Request], rank: int) -> SlotAdapters | None:
         """The adapters of the slots of a rank."""
-        places = self._model.bank.places
-        if not places:
+        places = self._model.bank.places if self._model is not None else None
+        if self._model is None or not places:
             return None
         found = {each.slots[rank]: places[each.adapter] for each in running if each.adapter and each.slots[rank] >= 0}
         return SlotAdapters(self._model.bank, found) if found else None
@@ -117,10 +117,12 @@ class Adapters:
     def _load(self, path: str, digest: str, comm: Comm) -> None:
         """Load an adapter on all ranks of `comm`; raises the same InputError on all of them if one cannot."""
         agree(comm, self._failure_of(self._take, path, digest))
-        agree(comm, self._failure_of(check_lora, self._model, digest))
+        agree(comm, self._failure_of(check_lora, self._model, digest) if self._model is not None else None)
         self.loaded[digest] = path
 
     def _take(self, path: str, digest: str) -> None:
+        if self._model is None:
+            return
         files = self._read.get(digest) or read_lora(path)
         if files.digest != digest:
             raise InputError(f"the adapter in {path!r} is not the one that the other ranks have")
@@ -142,7 +144,7 @@ class Adapters:
 
     def _forget(self, digest: str) -> None:
         self.loaded.pop(digest, None)
-        if digest in self._model.bank.places:
+        if self._model is not None and digest in self._model.bank.places:
             unload_lora(self._model, digest)
 
     def _answer(self, name: str, failure: InputError | None) -> None:

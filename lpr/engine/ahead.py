@@ -47,7 +47,11 @@ def look_ahead(
     results: torch.Tensor | None,
 ) -> Ahead:
     """Draft behind what this rank has evaluated; `rows` and `fills` are its own, `results` those of `rows`."""
+    if plan.drafting is not None:
+        return Ahead(plan.drafting.draft(plan, plan.times))
     num_guesses = plan.sizes.num_guesses
+    if model.self_drafter is None and model.guesser is None:
+        return Ahead()
     if model.self_drafter is None or not num_guesses:
         return Ahead(guess(model, plan.decoding, plan.filling, draft, rows, fills, results, num_guesses))
     blocks = np.zeros((len(draft.mine), block_words(num_guesses)), np.int32)

@@ -37,7 +37,7 @@ def tree_sizes(parts: Parts, decode: DecodeConfig, comm: Comm, times: StepTimes 
     for and missing.
     """
     # Sizes are those of the full mesh: lost ranks come back, and meanwhile the budget cuts trees anyway.
-    sizes = resolve_sizes(decode, times, comm.membership.num_replicas if comm.membership is not None else comm.size)
+    sizes = resolve_sizes(decode, times, comm.num_replicas - comm.num_drafting)
     guesser = parts.model.guesser
     if decode.draft_heads == "on" and guesser is None:
         raise InputError("draft_heads='on', but this engine has no prediction head that works")
@@ -74,7 +74,7 @@ def allocate(
     most_homes = ANY_NUMBER if decode.home_ranks == "auto" else decode.home_ranks
     how = model.packed, options.prefix_reuse, most_homes
     # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
-    num_ahead = sizes.evaluated_capacity(comm.size if comm.membership is None else 1)
+    num_ahead = sizes.evaluated_capacity(comm.num_serving if comm.membership is None else 1)
     if sizes.num_guesses:
         num_ahead += max(num_entries(sizes.num_guesses), NUM_ROWS)
     needs = PoolNeeds.of(model, like, decode, options, longest_sequence(parts.loaded, decode), num_ahead, comm)
@@ -86,9 +86,12 @@ def allocate(
     num_slots = min(decode.max_batch_size, size.num_pages)
     chunk = model.prompt_chunk(decode.prefill_chunk, num_slots * num_ahead)
     limits = Limits[Request](num_slots, comm.size, chunk, sizes.num_nodes, *how)
-    limits = replace(limits, num_pages=size.num_pages, num_ahead=num_ahead)
+    limits = replace(limits, num_pages=size.num_pages, num_ahead=num_ahead, drafting=comm.drafting)
     limits.num_snapshots = num_snapshots if like.has_states else None
-    model.allocate(num_slots, size.max_length, num_ahead, like, size.num_pages, num_snapshots)
+    pages = num_slots, size.num_pages
+    if comm.rank in comm.drafting:  # of a draft rank's own pages, slots of all requests (lpr.engine.draft_rank)
+        pages = limits.capacity, max(needs.num_pages(), size.max_length // needs.page_size + 1)
+    model.allocate(pages[0], size.max_length, num_ahead, like, pages[1], num_snapshots)
     if given is not None:
         limits.num_host_pages = given.num_host_pages
     else:

@@ -8,6 +8,7 @@ in the same collective, and the headers tell them. lpr.core.wire has the layout.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ class Gathered:
     width: int  # words of a node
     num_logprobs: int | None
     num_guesses: int
+    drafting: Sequence[int] = ()  # ranks that only draft
 
     @property
     def num_command_bytes(self) -> int:
@@ -48,12 +50,16 @@ class Gathered:
     def conclude(self, budgets: Budgets) -> tuple[list[Conclusion], np.ndarray]:
         """`StepDraft.conclude`; raises DesyncError that names the ranks whose headers or trees differ."""
         try:
-            return self.draft.conclude(self.payloads, self.width, budgets, self.num_guesses)
+            return self.draft.conclude(self.payloads, self.width, budgets, self.num_guesses, self.drafting)
         except ValueError as failure:
             check_digests(self.payloads[:, :2].tolist())
             for sent in wire.tree_digests(self.payloads, self.draft.served).values():
                 check_digests([digest for _, digest in sent], [rank for rank, _ in sent])
             raise DesyncError(f"what the ranks have sent in a step does not fit together: {failure}") from failure
+
+    def blocks(self) -> np.ndarray:
+        """What each rank guesses, int32 [ranks, trees, words] (lpr.core.heads)."""
+        return wire.blocks_of(self.payloads, self.draft.capacity, self.width, self.num_guesses)
 
     def logprobs(self) -> list[list[TokenLogprobs] | None]:
         """Every node's log-probabilities per tree, once `draft` is concluded; None if no request asks for any."""
@@ -88,7 +94,8 @@ class Exchange:
         self.comm = comm
         self.carries_trees = carries_trees
         self._max_batch_size = max_batch_size
-        self.capacity = config.owned_capacity(comm.size)
+        self.capacity = config.owned_capacity(comm.num_serving)
+        self._began = time.perf_counter()
         self._payload = torch.zeros(self.payload_words(max_batch_size), dtype=torch.int32, device=device)
         self._on_host = self._payload.numpy() if device.type == "cpu" else None
 
@@ -100,12 +107,16 @@ class Exchange:
         (rule R2), and there are few sizes.
         """
         room = min(1 << (num_trees - 1).bit_length() if num_trees else 0, self._max_batch_size)
-        return wire.payload_words(self.config, room, self.comm.size, self.carries_trees, num_logprobs)
+        return wire.payload_words(self.config, room, self.comm.num_serving, self.carries_trees, num_logprobs)
 
     @property
     def payload_bytes(self) -> int:
         """Most bytes that each rank contributes to a step without log-probabilities: those of a full batch."""
         return self._payload.numel() * self._payload.element_size()
+
+    def begin_step(self) -> None:
+        """A step begins, whose time up to the gather this rank sends."""
+        self._began = time.perf_counter()
 
     def gather(
         self,
@@ -129,6 +140,9 @@ class Exchange:
             self._on_host[: len(draft.header)] = draft.header
         else:
             copy_over(payload[: len(draft.header)], draft.header)
+        drafting = self.comm.drafting
+        if drafting:
+            payload[wire.NUM_HEADER - 1] = min(int((time.perf_counter() - self._began) * 1e6), 2**31 - 1)
         num_guesses = self.config.num_guesses
         end = num_words - wire.room_of(num_words, self.capacity, width, num_guesses) * block_words(num_guesses)
         if local is not None:
@@ -139,7 +153,8 @@ class Exchange:
             if guesses is not None:
                 blocks[: guesses.size] = guesses.reshape(-1)
             copy_over(payload[end:num_words], blocks)
-        return Gathered(draft, self.comm.gather(payload[:num_words]).numpy(), width, num_logprobs, num_guesses)
+        gathered = self.comm.gather(payload[:num_words]).numpy()
+        return Gathered(draft, gathered, width, num_logprobs, num_guesses, drafting)
 
     def _place(self, local: torch.Tensor, draft: StepDraft, table: torch.Tensor) -> None:
         """Copy the results of the nodes that this rank owns into `table` [trees * capacity, width]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -38,8 +39,19 @@ _THREADS = "number of threads (exact mode needs one of all ranks)"
 _KERNELS = "result of matrix products (exact mode needs the same bits of all ranks)"
 
 
+def set_roles(options: EngineOptions, comm: Comm) -> None:
+    """Let the last ranks of the job only draft, if `options` say so; raises InputError where that cannot be."""
+    if not 0 <= options.draft_ranks < comm.num_replicas and options.draft_ranks:
+        lack = f"of the job's {comm.num_replicas} replicas at least one has to hold the model"
+        raise InputError(f"draft_ranks={options.draft_ranks}: {lack}")
+    if options.draft_ranks and comm.tp_size > 1:
+        raise InputError(f"draft_ranks={options.draft_ranks}: ranks share the weights (--tp)")
+    comm.num_drafting = options.draft_ranks
+
+
 def load_on_all(source: str, decode: DecodeConfig | None, options: EngineOptions, comm: Comm | None) -> Loaded:
     """Load a model, of which each rank of a replica has its part; raises InputError on all ranks if one cannot."""
+    set_roles(options, comm or Comm())
     loaded = failure = tp = None
     if comm is not None and comm.tp_mesh is not None:
         tp = TensorParallel(comm.tp_mesh, options.tp_backend)
@@ -64,6 +76,7 @@ def prepare(
     one has another model, tokenizer or `decode`; in exact mode also another kind of machine. A replica that joins a
     running mesh is compared with those that began it.
     """
+    set_roles(options, comm)
     # Ranks that share weights must not enter a forward with different rows.
     shared = None
     if comm.tp_mesh is not None:
@@ -89,7 +102,9 @@ def prepare(
         if has_head:
             assert loaded.head is not None
             _use_head(model, loaded.head, like, setting)
-        if options.self_draft != "off":
+        if comm.num_drafting and (why := why_no_copy(like, comm)) is not None:
+            raise InputError(f"draft_ranks={options.draft_ranks}: {why}")
+        if comm.rank in comm.drafting or (options.self_draft != "off" and not comm.num_drafting):
             _use_copy(model, options, like, comm)
         model.sampler.check_part(model.adapter)
         longest_sequence(loaded, decode)
@@ -109,7 +124,7 @@ def prepare(
         failure = _failure_of(compiling)
     if is_compared:
         replica_facts["prediction head"] = own_head if model.guesser is not None else 0
-        facts["configuration"] = digest_of(repr((decode, options.exact, options.self_draft)))
+        facts["configuration"] = digest_of(repr((decode, options.exact, options.self_draft, options.draft_ranks)))
         facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
         facts["form of a batch (packed or padded)"] = int(model.packed)
         for name, value in _machine(model, options).items():
@@ -117,6 +132,8 @@ def prepare(
     agree(comm, failure, facts, replica_facts)
     if comm.membership is not None:
         comm.membership.compare({**facts, **replica_facts})
+    if comm.rank in comm.drafting and loaded.is_ours:
+        _keep_copy(model)
     return model, like, costs
 
 
@@ -184,6 +201,8 @@ def why_no_copy(like: KVCache, comm: Comm) -> str | None:
 
 def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache, comm: Comm) -> bool:
     """True if ranks of the mesh may have a copy that drafts; the same on all of them."""
+    if comm.num_drafting:
+        return True
     if options.self_draft == "off" or why_no_copy(like, comm) is not None:
         return False
     return options.self_draft != "auto" or decode.adaptive
@@ -191,10 +210,12 @@ def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache
 
 def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm) -> None:
     """Make a low-bit copy of the model that drafts; raises InputError where a form that is asked for cannot be made."""
-    form = cast(Form, _auto_form(model) if options.self_draft == "auto" else options.self_draft)
+    named = "int8" if options.self_draft == "off" else options.self_draft  # of a rank that only drafts
+    form = cast(Form, _auto_form(model) if named == "auto" else named)
+    is_wanted = options.self_draft != "auto" or comm.num_drafting > 0
     why, began = why_no_copy(like, comm) or why_no_copy_in(model.model, form), time.perf_counter()
     try:
-        if why is None and options.self_draft == "auto" and not _has_room(model, comm):
+        if why is None and not is_wanted and not _has_room(model, comm):
             why = "there is no memory for a copy"
         if why is None:
             model.use_copy(partial(make_copy, model.model, form), like)
@@ -203,10 +224,22 @@ def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Com
             logger.info("a copy in %s drafts: %.0f MiB, made and timed in %.1f s", form, *taken)
     except Exception as failure:  # of modules that get what they do not expect: of any type
         why = first_line(failure)
-        if options.self_draft != "auto":
+        if is_wanted:
             raise InputError(f"self_draft={form!r}: {why}") from failure
+    if why is not None and comm.num_drafting:
+        raise InputError(f"draft_ranks={options.draft_ranks}: {why}")
     if why is not None:
         logger.warning("the model does not draft for itself: %s", why)
+
+
+def _keep_copy(model: TreeModel) -> None:
+    """Release the weights of which a rank that only drafts has a copy: the model consists of the copy's modules."""
+    assert model.self_drafter is not None and isinstance(model.self_drafter.copy, LowBitCopy)
+    made = model.self_drafter.copy
+    model.model._modules.update(made.model._modules)
+    gc.collect()
+    num_bytes = made.num_bytes + sum([each.nbytes for each in made.model.parameters()])
+    logger.info("this rank only drafts: it holds a copy in %s, with all else %.0f MiB", made.form, num_bytes / 2**20)
 
 
 def _auto_form(model: TreeModel) -> Form:

@@ -17,12 +17,13 @@ from lpr.config import DecodeConfig, TreeSizes
 from lpr.core.passes import Passes
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, is_driver
-from lpr.dist.errors import MeshChangedError, first_line
+from lpr.dist.errors import CommError, MeshChangedError, first_line
 from lpr.engine import handover
 from lpr.engine.adapters import Adapters
 from lpr.engine.ahead import begin_passes, count_passes, passes_ms
 from lpr.engine.build import Parts, allocate, tree_sizes
 from lpr.engine.commands import Command, Compile, Configure, Costs, Drain, Learn, LoadAdapter, TakeIn, UnloadAdapter
+from lpr.engine.draft_rank import DraftRank
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
@@ -77,13 +78,15 @@ class Replica(StepHooks):
         """Lets a prediction head rest, where sizes are automatic."""
         self._timed: tuple[Sequence[Request], Sequence[Outcome], float, float] | None = None
         """The last step and its milliseconds, until the sizer has seen it."""
+        self.drafting: DraftRank | None = None
+        """On a rank that only drafts, what it drafts by."""
         self.model, self.like, given = prepare(loaded, decode, options, comm)
         self.parts = Parts(loaded, options, self.model, self.like)
         self.start_times = StartTimes(given, comm)
         self.turns = Turns()
         """Taken by each thread that works on this replica or reads its requests."""
         self.requests = RequestTable(loaded.tokenizer, loaded.eos_token_ids, self.model.device, self.turns)
-        self.adapters = Adapters(self.model)
+        self.adapters = Adapters(None if comm.rank in comm.drafting else self.model)
         self.watch = Watch(self.model)
 
     def check_open(self) -> None:
@@ -201,6 +204,8 @@ class Replica(StepHooks):
             self._release(request)
             self._end(request, "error")
         self.scheduler.placement.forget()
+        if self.drafting is not None:
+            self.drafting.forget()
 
     def run(self, schedule: Schedule[Request], num_command_bytes: int) -> StepResult:
         """Take the scheduled step, whose header announces `num_command_bytes` on the driver."""
@@ -213,12 +218,14 @@ class Replica(StepHooks):
             begun = {request.admission for request in schedule.decoding}
             waiting = [request for request in self.scheduler.running if request.admission not in begun]
         self.sizer.begin_step(schedule.decoding, schedule.filling, waiting, spent_ms)
-        begin_passes(self.model, schedule.decoding, self.sizer.times)
+        if self.drafting is None:
+            begin_passes(self.model, schedule.decoding, self.sizer.times)
         assert self.model.cache is not None
         self.model.cache.adapters = self.adapters.of_slots(self.scheduler.running, self.comm.rank)
         # With the length of the shared index, a rank that has learned something else is found at once.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
-        plan = StepPlan(schedule.decoding, schedule.filling, self.sizes, digest, num_command_bytes)
+        what = schedule.decoding, schedule.filling, self.sizes, self.sizer.times
+        plan = StepPlan(*what, digest, self.drafting, num_command_bytes)
         result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, self)
         num_entries: Sequence[int] = [0] * self.comm.size
         if result.outcomes:
@@ -245,7 +252,8 @@ class Replica(StepHooks):
                 self.model.rests = self.pace.rests
                 if self.model.guesser is not None:
                     self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)
-            count_passes(self.model, outcomes, ms - guess_ms, self.sizes.num_nodes)
+            if self.drafting is None:
+                count_passes(self.model, outcomes, ms - guess_ms, self.sizes.num_nodes)
             # A head or copy takes its time whatever the tree is: as the nodes' it would make all of them dearer.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
         for request in self.scheduler.running:
@@ -378,11 +386,17 @@ class Replica(StepHooks):
         self.max_length, self.memory = built.max_length, built.memory
         self.scheduler = Scheduler(built.limits)
         self._fit_mesh(times)
-        self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
+        if self.comm.rank in self.comm.drafting:
+            self.drafting = DraftRank(self.model, self.comm)
+        else:
+            self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
 
     def _fit_mesh(self, times: StepTimes | None) -> None:
         """Make what depends on the number of ranks; `times` decide, None where sizes are fixed."""
-        num_slots, carries_trees = self.scheduler.limits.num_slots, self.decode.carries_trees(self.comm.size)
+        limits, num_serving, num_slots = self.scheduler.limits, self.comm.num_serving, self.scheduler.limits.num_slots
+        carries_trees = self.comm.num_drafting > 0 or self.decode.carries_trees(num_serving)
+        if self.comm.num_drafting:  # which have drafts of all requests
+            num_slots = limits.capacity
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
         self.pace, self.model.rests = Pace() if times is not None and self.sizes.num_guesses else None, False
@@ -390,10 +404,10 @@ class Replica(StepHooks):
             drafter = self.model.self_drafter
             drafter.passes = Passes(fewest=int(self.options.self_draft != "auto"), first_ms=drafter.first_ms)
         if times is not None:
-            limits, decode = self.scheduler.limits, self.decode
+            decode = self.decode
             limits.join_chunk = max(SHORTEST_FILL, times.critical_length())
             targets = decode.first_token_ms or math.inf, decode.per_token_ms or math.inf
-            num_nodes = self.sizes.num_nodes // self.comm.size
+            num_nodes = self.sizes.num_nodes // num_serving
             sizer = self.sizer  # not by way of `self`: in a cycle, a dropped engine would keep its K/V
             limits.decide_by(lambda: cast(StepTimes, sizer.times), num_nodes, *targets)
 
@@ -405,7 +419,10 @@ class Replica(StepHooks):
         The result is the same on all ranks, also on those that had begun a step which others had not.
         """
         assert self.comm.membership is not None
-        lost = self.scheduler.regroup(self.comm.membership.adopt())
+        kept = self.comm.membership.adopt()
+        if not self.comm.num_serving:
+            raise CommError("all ranks that hold the model are lost")
+        lost = self.scheduler.regroup(kept, self.comm.drafting)
         self._move()
         for request in lost:
             request.state = None

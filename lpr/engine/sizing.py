@@ -79,7 +79,7 @@ class Sizer:
         self._tracker = StepTimesTracker(times) if times is not None and follow and is_driver(comm) else None
         self._since_shared = self._plain = 0
         self._times = times
-        self.budgets = Budgets(sizes, comm.size, times.row(1, 1) if times is not None else None)
+        self.budgets = Budgets(sizes, comm.num_serving, times.row(1, 1) if times is not None else None)
         self._rank, self._num_ranks = comm.rank, comm.size
         self.load, self._work = ConcurrentLoad(comm.size), Work([], [], [])
 

@@ -40,6 +40,7 @@ class StepResult:
 
 def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: Budgets, hooks: StepHooks) -> StepResult:
     """Take the step of `plan`; a rank without work still takes part in the gather."""
+    exchange.begin_step()
     draft = draft_trees(plan, exchange, budgets, min(plan.sizes.num_recycled, model.vocab_size))
     rows = shard_rows(plan.decoding, draft)
     hooks.end_phase("draft")
@@ -54,6 +55,8 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     hooks.end_phase("gather")
     # A step that has lost a rank is dropped: up to here it has changed nothing.
     concluded, moves = gathered.conclude(budgets)
+    if plan.drafting is not None:
+        plan.drafting.follow(plan, gathered, concluded)
     commit(model, rows, [concluded[index] for index in draft.mine], moves, ahead, draft.rank)
     if model.cache is not None and model.cache.has_states:
         advance_states(model, rows, [(plan.decoding[i], concluded[i]) for i in draft.mine], fills, draft.rank)

@@ -48,6 +48,8 @@ NUM_LIKELY = 4
 """Likeliest tokens that are looked at."""
 LEAST = 0.02
 """Runners-up with a smaller share are left out."""
+UNSURE = 0.1
+"""Where a runner-up has this share or more, a rank that follows other ways may follow it."""
 NUM_TIMED = 8
 """Passes that are timed at start; the shortest counts."""
 NUM_GUESSES = LONGEST * (1 + SIBLINGS)
@@ -96,7 +98,11 @@ class Ending:
     """Sequences of the step."""
     ms: float = 0.0
     """This sequence's part of the time of the passes that were made."""
-    _parent: int = 0
+    before: list[int] = field(default_factory=list)
+    """Tokens in front of the last one whose K/V the next pass computes, too."""
+    turn: int = -1
+    """Places with a likely runner-up at which the copy's choice is followed before the runner-up is; -1: at all."""
+    parent: int = 0
     """The guess of the last choice."""
 
     @property
@@ -116,9 +122,10 @@ class Ending:
         self.gain = passes.path(self.shares) * (1.0 - path if count == limit > 0 else 1.0)
 
     def row(self) -> Row:
-        """The entries of the next pass: the last token of the chain, and the text."""
-        tokens = [self.chain[-1] if self.chain else self.token, *self.text]
-        return Row.chain(self.slot, self.num_cached + len(self.chain), tokens, len(tokens))
+        """The entries of the next pass: those before the last token of the chain, this one, and the text."""
+        tokens = [*self.before, self.chain[-1] if self.chain else self.token, *self.text]
+        num_held = self.num_cached + len(self.chain) - len(self.before)
+        return Row.chain(self.slot, num_held, tokens, 1 + len(self.text))
 
     def positions(self) -> list[int]:
         """The places of the tokens that the next pass chooses."""
@@ -134,7 +141,7 @@ class Ending:
             if choice < 0:
                 return False
             self._add(choice, tokens[place], odds[place])
-            if not self.is_open or place == len(self.text) or choice != self.text[place]:
+            if not self.is_open or place == len(self.text) or self.chain[-1] != self.text[place]:
                 return True
         return True
 
@@ -142,10 +149,14 @@ class Ending:
         squares = [each * each for each in odds]
         whole = sum(squares) or 1.0
         shares = {token: square / whole for token, square in zip(tokens, squares, strict=True)}
-        above, share = self._parent, 0.5 + shares.pop(chosen, 0.0) / 2
-        self._parent = self.draft.add(above, chosen, min(int(share * PROBABILITY_STEPS), PROBABILITY_STEPS - 1))
-        for token, other in [pair for pair in shares.items() if pair[1] >= LEAST][:SIBLINGS]:
-            self.draft.add(above, token, int(other / 2 * PROBABILITY_STEPS))
+        above, share = self.parent, 0.5 + shares.pop(chosen, 0.0) / 2
+        self.parent = self.draft.add(above, chosen, min(int(share * PROBABILITY_STEPS), PROBABILITY_STEPS - 1))
+        others = [pair for pair in shares.items() if pair[1] >= LEAST][:SIBLINGS]
+        numbers = [self.draft.add(above, token, int(other / 2 * PROBABILITY_STEPS)) for token, other in others]
+        if self.turn >= 0 and others and others[0][1] >= UNSURE:
+            if self.turn == 0:
+                chosen, share, self.parent = others[0][0], others[0][1] / 2, numbers[0]
+            self.turn -= 1
         self.chain.append(chosen)
         self.shares.append(share)
 
@@ -222,8 +233,15 @@ class SelfDrafter:
         return bool(active) and self.passes.worth(num_made, [each.gain for each in active], num_entries)
 
     @torch.no_grad()
-    def draft(self, endings: Sequence[Ending], cache: KVCache) -> None:
-        """Let drafts follow `endings`, by a pass and further ones while they pay."""
+    def fill(self, row: Row, cache: KVCache) -> None:
+        """Compute the copy's own K/V of a row's entries; nothing is chosen."""
+        self.adapter.forward(self.adapter.step_inputs([row], cache), cache, model=self.copy)
+
+    @torch.no_grad()
+    def draft(
+        self, endings: Sequence[Ending], cache: KVCache, pays: Callable[[Sequence[Ending], int], bool] | None = None
+    ) -> None:
+        """Let drafts follow `endings`, by a pass and further ones while they pay, after so many passes."""
         active, num_made = list(endings), 0
         while active:
             began = time.perf_counter()
@@ -232,25 +250,31 @@ class SelfDrafter:
             chosen, tokens, odds = self._choose(self._logits(rows, cache), active, positions)
             start, going = 0, []
             for each, row in zip(active, rows, strict=True):
-                mine = slice(start, start + row.num_entries)
-                start += row.num_entries
+                mine = slice(start, start + row.num_results)
+                start += row.num_results
                 self.passes.text.count(each.text_shares, each.text, chosen[mine])
                 if not each.take(chosen[mine], tokens[mine], odds[mine]):
                     cache.clear_entries(row)  # no row of a page may hold NaN
-                elif each.is_open:
+                    continue
+                each.before = []
+                if each.is_open:
                     going.append(each)
-            num_made += 1
-            self.passes.count_pass(start, (time.perf_counter() - began) * 1e3)
-            took = self.passes.pass_time(start)
+            num_made, num_entries = num_made + 1, sum([row.num_entries for row in rows])
+            self.passes.count_pass(num_entries, (time.perf_counter() - began) * 1e3)
+            took = self.passes.pass_time(num_entries)
             self.spent_ms += took
             for each in active:
                 each.ms += took / len(active)
-            active = going if self._pays(going, num_made) else []
+            active = going if (pays or self._pays)(going, num_made) else []
 
     def _logits(self, rows: Sequence[Row], cache: KVCache) -> Tensor:
-        """The copy's logits [entries, V] after each entry of each row."""
+        """The copy's logits [results, V] after the last entries of each row, of which results are wanted."""
         if self.direct is not None:
-            return self.direct.logits(rows, cache)
+            logits = self.direct.logits(rows, cache)
+            if all([row.num_results == row.num_entries for row in rows]):
+                return logits
+            ends = accumulate([row.num_entries for row in rows])
+            return torch.cat([logits[end - row.num_results : end] for end, row in zip(ends, rows, strict=True)])
         if len(rows) > 1 and not self.adapter.packed:
             return torch.cat([self._logits([row], cache) for row in rows])
         return self.adapter.forward(self.adapter.step_inputs(rows, cache), cache, model=self.copy)

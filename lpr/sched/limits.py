@@ -143,7 +143,8 @@ class Limits(Generic[R]):
     packed: bool
     """True if unequal rows are evaluated without padding. Else a chunk is filled by itself, in turn with decoding."""
     retains: bool = True  # True if requests share the pages of equal prefixes, also of finished ones
-    most_homes: int = 0  # most home ranks of a request; 0: always all ranks
+    most_homes: int = 0  # most home ranks of a request; 0: always all ranks that evaluate trees
+    drafting: Sequence[int] = ()  # ranks that only draft, and are no request's home
     join_chunk: int | None = None
     """Most tokens that a rank spends in a step on a request that others decode; default: `prefill_chunk`."""
     calm_chunk: Callable[[], int] | None = None
@@ -162,14 +163,19 @@ class Limits(Generic[R]):
     num_ahead: int = 0  # rows behind its tokens that a decoding request needs for a step's tree
 
     @property
+    def serving(self) -> list[int]:
+        """The ranks that evaluate trees."""
+        return [rank for rank in range(self.num_ranks) if rank not in self.drafting]
+
+    @property
     def is_elastic(self) -> bool:
         """True if a request may have fewer ranks than there are."""
-        return self.num_ranks > 1 and self.most_homes > 0
+        return len(self.serving) > 1 and self.most_homes > 0
 
     @property
     def capacity(self) -> int:
         """Most requests that can run at once."""
-        return self.num_slots * (self.num_ranks if self.is_elastic else 1)
+        return self.num_slots * (len(self.serving) if self.is_elastic else 1)
 
     @property
     def joining(self) -> int:

@@ -61,7 +61,8 @@ class Placement(Generic[R]):
     @property
     def _counted(self) -> list[RankPages[R]]:
         """The ranks whose pages add up; the others hold the same."""
-        return self._pages if self.limits.is_elastic else self._pages[:1]
+        serving = [self._pages[rank] for rank in self.limits.serving]
+        return serving if self.limits.is_elastic else serving[:1]
 
     @property
     def swapped(self) -> tuple[int, int, int]:
@@ -109,7 +110,7 @@ class Placement(Generic[R]):
         self._want(wanted)
         self.leave()
         own = [rank for rank in own if self._pages[rank].has_room(request, self.limits.num_ahead)]
-        if not own or (len(own) < self.limits.num_ranks and not self.limits.is_elastic):
+        if not own or (len(own) < len(self.limits.serving) and not self.limits.is_elastic):
             return None
         computed = [0] * self.limits.num_ranks
         for rank in own:
@@ -172,7 +173,7 @@ class Placement(Generic[R]):
             request.num_computed_tokens = regrouped(request.num_computed_tokens, kept)
             request.homes = [rank for rank, old in enumerate(kept) if old in request.homes]
             if request.homes and not self.limits.most_homes:  # trees do not travel, so all ranks draft them
-                request.homes = list(range(len(kept)))
+                request.homes = self.limits.serving
         lost = [request for request in self.running if not request.homes]
         self.running = [request for request in self.running if request.homes]
         self._want([list(request.homes) for request in self.running])
@@ -218,17 +219,19 @@ class Placement(Generic[R]):
     def _choose(self, requests: Sequence[R]) -> list[list[int]]:
         limits = self.limits
         if not limits.is_elastic:
-            return [list(range(limits.num_ranks)) for _ in requests]
-        candidates = []
+            return [limits.serving for _ in requests]
+        candidates, serving = [], limits.serving
         for request in requests:
-            lacking = cache(partial(self._lacking, request))
+            lacking = cache(partial(self._lacking, request, serving))
             factor = (lambda width: math.inf) if limits.speedup is None else partial(limits.speedup, request)
             late = (lambda width: False) if limits.targets is None else partial(limits.targets.is_late, request)
-            candidates.append(Candidate(request.homes, lacking, request.num_left, factor, late))
-        return choose(candidates, limits.num_ranks, limits.most_homes)
+            homes = [serving.index(rank) for rank in request.homes]
+            candidates.append(Candidate(homes, lacking, request.num_left, factor, late))
+        chosen = choose(candidates, len(serving), limits.most_homes)
+        return [[serving[place] for place in each] for each in chosen]
 
-    def _lacking(self, request: R, rank: int) -> int:
-        return len(request.tokens) - 1 - self._pages[rank].held(request)
+    def _lacking(self, request: R, serving: Sequence[int], place: int) -> int:
+        return len(request.tokens) - 1 - self._pages[serving[place]].held(request)
 
     def _want(self, wanted: Sequence[list[int]]) -> None:
         self.wanted = list(wanted)
