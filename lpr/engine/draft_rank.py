@@ -265,7 +265,7 @@ class DraftRank:
 
 
 def followed(known: HeadDraft, place: int) -> tuple[int, int]:
-    """The guess that the draft rank number `place` goes on from, and at which unsure place it leaves the copy's choices.
+    """The guess that the draft rank number `place` goes on from, and the unsure place where it leaves the copy's way.
 
     The first rank follows the likeliest guess after each. The others follow, in turn, the guesses without any behind
     them that are likeliest; if there are too few, they leave the first rank's way later (Ending.turn).

@@ -265,7 +265,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     costs.write_text(json.dumps(table.to_json()))
     given = {"dtype": "float32", "device": "cpu", "attention": "sdpa", "graphs": False, "compile": "on",
              "tp_backend": "deepspeed", "costs": costs, "prefix_reuse": False, "exact": True,
-             "revision": "abc", "kv_memory": 0.25, "swap_space": 2.5, "self_draft": "int8",
+             "revision": "abc", "kv_memory": 0.25, "swap_space": 2.5, "self_draft": "int8", "draft_ranks": 2,
              "lora_modules": ("a=/x",), "enable_lora": True}  # fmt: skip
     assert set(given) == {field.name for field in fields(EngineOptions)}, "a new option needs a value here"
     flags = []

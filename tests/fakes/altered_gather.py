@@ -22,7 +22,7 @@ def change_received(patch: pytest.MonkeyPatch, change: Callable[[Exchange, StepD
     def mutant(self: Exchange, draft: StepDraft, *args: Any) -> Gathered:
         gathered = gather(self, draft, *args)
         payloads = gathered.payloads.copy()
-        change(self, draft, tables_of(payloads, draft.capacity, gathered.width))
+        change(self, draft, tables_of(payloads, draft.capacity, gathered.width, gathered.num_guesses))
         return replace(gathered, payloads=payloads)
 
     patch.setattr(Exchange, "gather", mutant)
