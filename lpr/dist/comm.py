@@ -60,9 +60,9 @@ class Comm:
 
     @property
     def drafting(self) -> list[int]:
-        """The ranks that only draft."""
-        first = self.num_replicas - self.num_drafting
-        return [rank for rank, replica in enumerate(self.replicas) if replica >= first]
+        """The ranks that only draft. A replacement has the role of what it replaces (lpr.dist.supervisor)."""
+        count = self.num_replicas
+        return [rank for rank, each in enumerate(self.replicas) if each % count >= count - self.num_drafting]
 
     @property
     def num_serving(self) -> int:

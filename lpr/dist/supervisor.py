@@ -112,7 +112,8 @@ class Supervisor:
         self._replicas: dict[int, Replica] = {}  # those that have not ended, by number
         self._ended: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
         """Replica, process id and exit code of ranks that have ended; None when a signal came."""
-        self._num_started = 0
+        self._num_started = [0] * num_replicas
+        """By place."""
         self._epoch = -1
         self._members: list[int] = []  # the latest mesh: its epoch, and its replicas
         self._restarts = Restarts(num_replicas)
@@ -151,8 +152,8 @@ class Supervisor:
         return rendezvous, Watch(rendezvous)
 
     def _start(self, place: int) -> None:
-        number = self._num_started
-        self._num_started += 1
+        number = place + self.num_replicas * self._num_started[place]  # whose rest is the place, and so its role
+        self._num_started[place] += 1
         replica = self._replicas[number] = Replica(number, place)
 
         def wait(process: subprocess.Popen[bytes]) -> None:

@@ -444,3 +444,32 @@ def test_a_rank_dies_where_pages_run_out(llama: PreTrainedModel) -> None:
     for fault in sample(every_fault(start, last), 2):
         run(job := CrowdedJob(llama, decode), fault)
         assert texts(job) == expected, fault
+
+
+class DraftedJob(JoinedJob):
+    """The last of three replicas only drafts; those that join replace it (5) and one that holds the model (4)."""
+
+    joiners = (5, 4)
+
+    def engine(self, comm: ProcessComm) -> Engine:
+        engine = Engine.from_model(self.model, decode=self.decode, comm=comm, draft_ranks=1)
+        assert (engine.replica.drafting is not None) == (number_of(comm) % 3 == 2)
+        return engine
+
+
+@pytest.mark.parametrize("victim, index", [(2, 3), (2, 8), (1, 5), (0, 6)])
+def test_draft_ranks_are_lost_and_replaced(
+    llama: PreTrainedModel, expected: list[list[int]], victim: int, index: int
+) -> None:
+    """A lost draft rank costs no token, nor does a lost one beside it; a replacement has the same role."""
+    start = ElasticWorld(3)
+    for replica in range(3):
+        start.start(replica, lambda comm: None if DraftedJob(llama).engine(comm) else None)
+    start.join()
+    job = DraftedJob(llama)
+    world = job.world = ElasticWorld(3, Fault(0, start.num_collectives["epoch/0"] + index, victim))
+    for replica in range(3):
+        world.start(replica, job)
+    world.join()
+    assert texts(job) == expected and world.died == {victim}
+    assert max(job.widths) >= 3
