@@ -72,7 +72,6 @@ class HeadDraft:
         pairs[:, 1] = [self.parents[guess] << 16 | self.steps[guess] for guess in range(1, count + 1)]
         return words
 
-
     def behind(self, tokens: Sequence[int]) -> HeadDraft:
         """What it guesses behind these tokens; no guess if it has not guessed them."""
         guess, found = 0, HeadDraft(is_copy=self.is_copy)

@@ -248,9 +248,7 @@ class DraftRank:
 
         self.drafter.draft(active, cache, pays)
 
-    def _expected_ms(
-        self, plan: StepPlan, lines: Sequence[tuple[Request, Line]], times: StepTimes | None
-    ) -> float:
+    def _expected_ms(self, plan: StepPlan, lines: Sequence[tuple[Request, Line]], times: StepTimes | None) -> float:
         """Milliseconds that the others are likely to take for the step of `plan`."""
         trees = sum([len(line.known.path_to(len(line.known.tokens) - 1)) for _, line in lines])
         fills = max([0, *(max(counts) for _, counts in plan.filling)])
