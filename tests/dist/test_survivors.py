@@ -447,9 +447,7 @@ def test_a_rank_dies_where_pages_run_out(llama: PreTrainedModel) -> None:
 
 
 class DraftedJob(JoinedJob):
-    """The last of three replicas only drafts; those that join replace it (5) and one that holds the model (4)."""
-
-    joiners = (5, 4)
+    """The last of three replicas only drafts."""
 
     def engine(self, comm: ProcessComm) -> Engine:
         engine = Engine.from_model(self.model, decode=self.decode, comm=comm, draft_ranks=1)
@@ -462,11 +460,15 @@ def test_draft_ranks_are_lost_and_replaced(
     llama: PreTrainedModel, expected: list[list[int]], victim: int, index: int
 ) -> None:
     """A lost draft rank costs no token, nor does a lost one beside it; a replacement has the same role."""
-    start = ElasticWorld(3)
+    job, start = DraftedJob(llama), ElasticWorld(3)
+
+    def only_start(comm: ProcessComm) -> None:
+        job.engine(comm)
+
     for replica in range(3):
-        start.start(replica, lambda comm: None if DraftedJob(llama).engine(comm) else None)
+        start.start(replica, only_start)
     start.join()
-    job = DraftedJob(llama)
+    job.joiners = (victim + 3,)
     world = job.world = ElasticWorld(3, Fault(0, start.num_collectives["epoch/0"] + index, victim))
     for replica in range(3):
         world.start(replica, job)
