@@ -66,6 +66,7 @@ def signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tup
     """Argument types, and that pointers and strides are multiples of 16."""
     types = {
         "bits_at": "*i64", "positions_at": "*i64", "cached_at": "*i32", "entries_at": "*i32",
+        "starts_at": "*i32",
         "keys_at": "*i64", "key_of_at": "*i64", "temperature_at": "*fp32", "top_k_at": "*i64", "top_p_at": "*fp32",
         "min_p_at": "*fp32", "chosen_at": "*i64", "path_at": "*i32", "shared_at": "*i32", "part_acc_at": "*fp32",
         "part_top_at": "*fp32", "part_total_at": "*fp32", "scale": "fp32", "softcap": "fp32", "scores_at": "*fp32",
