@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.model.kv_cache import KVCache
-from lpr.model.lora.bank import Bank, Site, SlotAdapters
+from lpr.model.lora.bank import Bank, RowAdapters, Site, SlotAdapters
 from lpr.model.lora.files import Config, read_lora
 from lpr.model.lora.load import check_lora, load_lora
 from lpr.model.runner import TreeModel
@@ -306,6 +306,32 @@ def test_the_check_compares_rows(model: PreTrainedModel, tmp_path: Path, monkeyp
     monkeypatch.setattr(Site, "add", lambda self, product, *given: own(self, product.neg_().neg_() * 1.0, *given))
     with pytest.raises(InputError, match="logits differ by"):
         check_lora(runner, files.digest)
+
+
+def test_half_precision_compares_each_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits there differ between a tree and a chain by more than an adapter changes: SmolLM2 took none in bfloat16."""
+    model = tiny_model(seed=7, spread=0.5).to(torch.bfloat16)
+    runner = TreeModel(model)
+    own = Site.add
+    for is_native in (runner.bank.is_native, False):
+        runner.bank.is_native = is_native
+        files = read_lora(write_adapter(tmp_path / "a", model, [*ATTENTION, *MLP], spread=0.02))
+        load_lora(runner, files)
+        check_lora(runner, files.digest)
+
+        def twice(self: Site, *given: Any) -> None:
+            own(self, *given)
+            own(self, *given)
+
+        def shifted(self: Site, product: torch.Tensor, states: torch.Tensor, rows: Any) -> None:
+            own(self, product, states, RowAdapters(rows.bank, rows.places.roll(1)))
+
+        for mutant in (twice, shifted, lambda self, *given: None):
+            monkeypatch.setattr(Site, "add", mutant)
+            with pytest.raises(InputError, match="does not compute model.layers"):
+                check_lora(runner, files.digest)
+            monkeypatch.setattr(Site, "add", own)
+        runner.bank.remove(files.digest)
 
 
 def test_places_are_used_again(model: PreTrainedModel, tmp_path: Path) -> None:
