@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from dev import families
+from dev.family_table import FAMILIES as FAMILY_TABLE
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.model.kv_cache import KVCache
 from lpr.model.lora.bank import Bank, RowAdapters, Site, SlotAdapters
@@ -63,6 +66,30 @@ def test_families(name: str, tmp_path: Path) -> None:
     folders = {str(seed): write_adapter(tmp_path / str(seed), model, modules, seed, 0.4) for seed in range(2)}
     model.save_pretrained(tmp_path / "base")
     check_mixed(Engine.from_pretrained(str(tmp_path / "base"), DECODE), model, folders)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_hybrid_models_have_adapters_as_peft(tmp_path: Path) -> None:
+    """A batch of two adapters and none, with drafts accepted, on gated delta nets and attention."""
+    peft = pytest.importorskip("peft", reason="the package peft is not installed")
+    model = families.tiny_model(next(each for each in FAMILY_TABLE if each.name == "qwen3_next"))
+    modules = [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"]
+    folders = {name: write_adapter(tmp_path / name, model, modules, seed) for seed, name in enumerate("ab")}
+    wanted = {None: stock_greedy(model, PROMPTS[1], 24)}
+    for name, folder in folders.items():
+        twin = peft.PeftModel.from_pretrained(copy.deepcopy(model), str(folder))
+        ids = torch.tensor([PROMPTS[1]])
+        mask = torch.ones_like(ids)
+        done = twin.generate(input_ids=ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
+        wanted[name] = done[0, ids.shape[1] :].tolist()
+    engine = Engine.from_model(model, decode=DECODE)
+    for name, folder in folders.items():
+        engine.load_adapter(name, folder)
+    for _ in range(2):  # again with drafts of the first texts, and by the prefix
+        done = engine.generate([PROMPTS[1]] * 3, PARAMS, adapter=[None, "a", "b"])
+        assert [each.token_ids for each in done] == [wanted[None], wanted["a"], wanted["b"]]
+    assert len({str(each) for each in wanted.values()}) == 3
+    assert sum(each.stats.num_steps for each in done) < 3 * 24
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
