@@ -49,8 +49,8 @@ def check_lora(runner: TreeModel, digest: str) -> None:
         try:
             inputs = adapter.inputs(rows, cache, packed=adapter.packed)
             logits, plain = adapter.forward(inputs, cache).float().chunk(2)[::-1]
-            for site, *sums in bank.sums or ():
-                if not site.error(*sums, inputs.adapters.places) <= 1:
+            for site, before, product, states in bank.sums or ():
+                if not site.error(before, product, states, inputs.adapters.places) <= 1:
                     raise InputError(f"this model does not compute {site.name} as adapters need")
         finally:
             bank.sums = None
