@@ -94,6 +94,8 @@ _HYBRIDS = "Jamba, Bamba, Zamba, Falcon H1, Granite 4 hybrid, Nemotron H, LFM 2/
 _OTHER_STATES = "ZAYA, Inkling"
 _QWEN_NEXT = "Qwen3-Next, Qwen 3.5"
 _SPARSE = "DeepSeek V3.2, GLM-5, MiniMax-M3, Hunyuan v4, A.X-K2, dots3"
+_POOLED = "Qwen 4 (experimental), DeepSeek V4, GLM-5 next"
+_MERGING = ["compressed_sparse_attention", "heavily_compressed_attention"]
 _INDEXER = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 16}
 _SHARED = {"indexer_types": ["full", "shared"], **_INDEXER}
 _TEMPERATURE = "temperature by position (shim)"
@@ -228,9 +230,14 @@ FAMILIES: list[Family] = [
     *refused("xLSTM", "recurrent state in a cache of its own", "xlstm"),
     *refused("Inkling 2", "recurrent state behind convolutions", "inkling2_text", "inkling2_loop_text"),
     # Layers that select the past.
-    *refused("Qwen 4 (experimental)", "sparse attention", "qwen4_exp_text", layer_types=_HYBRID, **_LINEAR_HEADS,
-             indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
-    *refused("DeepSeek V4", "sparse attention", "deepseek_v4"),
+    *works(_POOLED, "qwen4_exp_text", layer_types=["linear_attention"] * 2 + ["indexed_attention"] * 2,
+           num_hidden_layers=4, **_LINEAR_HEADS, indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=16,
+           indexer_budget=9, indexer_compress_ratio=3, ple_layer_ids=[1, 2], eos_token_id=2, ngram_vocab_size_base=50,
+           heads_per_ngram=2, make_ngram_vocab_size_divisible_by=8, split_ngram_parts=1, hc_count=2, hc_lowrank=8),
+    *works(_POOLED, "deepseek_v4", num_hidden_layers=5, num_key_value_heads=1, partial_rotary_factor=0.5,
+           layer_types=["sliding_attention", *_MERGING * 2], mlp_layer_types=["hash_moe"] * 2 + ["moe"] * 3,
+           compress_rates=dict(zip(_MERGING, (3, 5), strict=True)), o_groups=2, o_lora_rank=16, index_n_heads=16,
+           index_head_dim=16, index_topk=3, hc_mult=2),
     *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "openai-gpt"),
     *refused("GPT-1, XLM, XLNet, Reformer", "its forward takes no cache", "xlm", emb_dim=64, n_heads=4, n_layers=2,
              is_decoder=True, causal=True, n_langs=1),
@@ -292,6 +299,11 @@ WRAPPERS: list[Family] = [
     *works("MiniCPM-V 4.6, LFM3-VL", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
            text_config={"layer_types": _HYBRID, **_LINEAR_HEADS}),
     *works("MiniCPM-V 4.6, LFM3-VL", "lfm3_vl", text_config={"layer_types": ["conv", "full_attention"]}),
+    *works(_POOLED, "glm5_next", vision_config={**_TINY_VISION, "depth": 1, "num_heads": 2}, text_config={
+        "num_hidden_layers": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 0, "linear_head_dim": 8,
+        "linear_num_heads": 4, "layer_types": ["linear_attention", *["indexed_attention"] * 2, "linear_attention"],
+        "hc_mult": 2, "indexer_types": ["full", "full", "shared", "full"], "index_kpool": 3,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3, "index_topk": 9, "index_n_heads": 16, "index_head_dim": 16}),
     *refused("PaliGemma, whose prompts are no causal text", "does not run as a causal text model", "paligemma"),
     *refused("Unlimited OCR, whose window begins at the prompt's end", "reference_sliding_attention", "unlimited_ocr"),
     *refused("captioning models and others that need an image or audio", _NEEDS_IMAGE, "blip", "blip-2", "idefics",
@@ -304,7 +316,7 @@ WRAPPERS: list[Family] = [
              "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
     *not_run("Inkling, FastVLM, PerceptionLM", _LACKS, "inkling_mm_model", "fast_vlm", "perception_lm"),
     *not_run("multimodal ones without a tiny config here", _NOT_TINY, "apertus1p5", "chameleon", "cosmos3_edge",
-             "deepseek_ocr2", "florence2", "fun_asr_nano", "glm5_next", "granite4_vision", "inkling2", "inkling2_loop",
+             "deepseek_ocr2", "florence2", "fun_asr_nano", "granite4_vision", "inkling2", "inkling2_loop",
              "instructblipvideo", "kyutai_speech_to_text", "molmo2", "muse_spark", "nemo_speechlm", "nemotron_h_omni",
              "qwen3_asr", "t5gemma2"),
 ]

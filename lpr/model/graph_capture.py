@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from lpr.model.attention import sparse
 from lpr.model.families import has_experts, rope_parameters
 
 _WAITING = (
@@ -100,6 +101,8 @@ def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
         name = rope.get("rope_type", rope.get("type"))
         if name in _DYNAMIC_ROPE:
             return f"its rope_type {name!r} looks at the longest position of each step on the host"
+    if sparse.pools(config):
+        return "which of its tokens are pooled is found on the host"
     is_eager = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
     if is_eager and has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
         return "its experts implementation 'eager' asks the device which experts are hit (use 'grouped_mm')"

@@ -26,6 +26,26 @@ from lpr.native import PagedAttention, place_packed, place_rows
 Pair = tuple[Tensor, Tensor]
 
 
+class _NoLayers(list[Any]):
+    """No layers; what Qwen 4 asks one of them for, the positions of all cache rows, is known here."""
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Int64 [3, B, KV], for three axes of rotation."""
+        step = current_step()
+        if step is None:
+            return None
+        batch, block = len(step.positions), step.blocks[0]
+        return torch.arange(block.num_kv, device=step.positions.device).expand(3, batch, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Nothing: a forward keeps no positions."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self
+
+
 class KVCache(StatesInCache, Cache):
     """K/V in pages of `page_size` rows: page p has the cache rows from `p * page_size` on; the last row is spare.
 
@@ -42,7 +62,7 @@ class KVCache(StatesInCache, Cache):
 
         Without `num_pages` each slot has pages of its own for all its rows, and needs no `assign`.
         """
-        super().__init__(layers=[])  # without transformers' objects per layer
+        super().__init__(layers=_NoLayers())  # without transformers' objects per layer
         self.states = States(num_slots)
         """The states of recurrent layers."""
         self.num_slots, self.rows_per_slot, self.page_size = num_slots, rows_per_slot, page_size
@@ -228,13 +248,14 @@ class KVCache(StatesInCache, Cache):
             views.append(whole if by_row else self.of_block(whole, block))
         return views[0], views[1]
 
-    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int, number: int = 0) -> torch.Tensor:
         """Write the current step's keys [R, N, D] of a sparse layer's indexer; return those that it scores [B, KV, D].
 
-        They lie in the cache like the keys of a layer of their own, number -1 - `layer_idx`, that has no values.
+        They lie in the cache like the keys of a layer without values, whose number is below 0. A layer may have
+        several by `number`, of 4 at most.
         """
         keys = indexer_key_states[:, None]
-        return self.update(keys, keys[..., :0], -1 - layer_idx)[0][:, 0]
+        return self.update(keys, keys[..., :0], -1 - 4 * layer_idx - number)[0][:, 0]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed length, for model code that asks; positions are always passed explicitly."""

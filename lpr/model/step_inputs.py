@@ -6,7 +6,7 @@ the cache learn of the step from a context variable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -180,12 +180,21 @@ class StepInputs:
     """Per window or chunk the rule of such layers (lpr.model.attention.layer_rules), as steps have found them."""
     made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     """By the id of a mask: the mask, so that no other tensor gets its id meanwhile, and what was made of it."""
+    made: dict[Hashable, Any] = field(default_factory=dict)
+    """What layers share besides; see `once`."""
     adapters: Any = None
     """The RowAdapters of its entries (lpr.model.lora.bank); None if no row has one."""
     computed: int = -1
     """Layers up to this one have been computed by the call of an earlier one (lpr.model.fused.decoder_layer)."""
     cache_storages: set[int] = field(default_factory=set)
     """Storages of the K/V that the cache handed out, by which attention knows that it got them unchanged."""
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of `make`, called for the first layer only."""
+        if key not in self.made:
+            self.made[key] = make()
+        found: T = self.made[key]
+        return found
 
     def once_per_mask(self, mask: torch.Tensor, make: Callable[[], T]) -> T:
         """The value of `make`, called for the first layer only; all layers of a kind share `mask`."""

@@ -12,7 +12,7 @@ from lpr.model.rewrite import table
 
 BY_NAME = {family.name: family for family in FAMILIES}
 SHIMMED = ["falcon (7B: rope, multi-query)", "inkling_text", "llama4_text"]
-UNTOLD = ["rwkv", "inkling2_text", "deepseek_v4", "qwen4_exp_text", "openai-gpt"]
+UNTOLD = ["rwkv", "inkling2_text", "openai-gpt"]
 
 
 # Falcon's layers need theirs in a padded batch alone, and fail loudly there.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from lpr.model.attention.dense import tree_attention, tree_mask, visible_nodes
 from lpr.model.rewrite.base import Setting, WrappedForward
@@ -23,27 +23,37 @@ from lpr.model.step_inputs import StepInputs, current_step
 
 SPARSE_ATTENTION = "lpr_tree_sparse"
 """Name of the attention implementation for models that select tokens."""
+MERGING_ATTENTION = "lpr_tree_merging"
+"""The same for models that add a bias for merged tokens to an additive mask."""
 SELECTING_LAYERS = {"indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse"}
 """Kinds in `config.layer_types` that attend to selected tokens; the second is the first in transformers 5.17."""
 MERGING_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
 """Kinds that attend to merged tokens."""
-_SELECTION_SIZES = ("index_topk", "topk_blocks")
+_SELECTION_SIZES = ("index_topk", "topk_blocks", "block_topk")
 """Attributes of indexers: how many tokens, or blocks of tokens, a query attends to."""
 
 
 def refusal(config: Any) -> str | None:
     """The reason why layers of this config cannot evaluate a tree; None if there is none."""
-    if merging := sorted(MERGING_LAYERS.intersection(config.layer_types)):
-        return f"sparse attention: its {merging[0]} layers merge several tokens into one, which cannot branch"
-    for name in ("index_kpool", "indexer_compress_ratio"):
-        if (getattr(config, name, None) or 1) > 1:
-            return f"sparse attention: its indexer pools several tokens into one ({name}), which cannot branch"
+    if (getattr(config, "index_kpool", None) or 1) > 1 and not config.index_kpool_always_select_tail:
+        return "sparse attention: the first tokens of a text attend to nothing (index_kpool_always_select_tail)"
     return None
 
 
 def selects(config: Any) -> bool:
     """True if some layers attend to selected tokens."""
-    return bool(SELECTING_LAYERS.intersection(getattr(config, "layer_types", None) or ()))
+    return bool((SELECTING_LAYERS | MERGING_LAYERS).intersection(getattr(config, "layer_types", None) or ()))
+
+
+def pools(config: Any) -> bool:
+    """True if some layers pool tokens, which lpr.model.attention.pooled finds on the host."""
+    sizes = (getattr(config, name, None) or 1 for name in ("index_kpool", "indexer_compress_ratio"))
+    return merges(config) or max(sizes) > 1
+
+
+def merges(config: Any) -> bool:
+    """True if some layers attend to merged tokens."""
+    return bool(MERGING_LAYERS.intersection(getattr(config, "layer_types", None) or ()))
 
 
 def sparse_attention(
@@ -159,7 +169,7 @@ class Indexers(WrappedForward):
     def find(self, module: Any, setting: Setting) -> Callable[..., Tensor] | None:
         if hasattr(module, "build_block_mask"):
             return select_blocks
-        return _in_order if hasattr(module, "index_topk") else None
+        return _in_order if hasattr(module, "index_topk") or hasattr(module, "block_topk") else None
 
 
 @contextmanager
@@ -168,7 +178,7 @@ def few_selected(model: PreTrainedModel, count: int = 4) -> Iterator[None]:
     found = [(module, name) for module in model.modules() for name in _SELECTION_SIZES if hasattr(module, name)]
     sizes = [getattr(module, name) for module, name in found]
     for (module, name), size in zip(found, sizes, strict=True):
-        setattr(module, name, min(size, count))
+        setattr(module, name, min(size, count * getattr(module, "index_kpool", 1)))
     try:
         yield
     finally:
@@ -176,5 +186,7 @@ def few_selected(model: PreTrainedModel, count: int = 4) -> Iterator[None]:
             setattr(module, name, size)
 
 
+AttentionInterface.register(MERGING_ATTENTION, sparse_attention)
+AttentionMaskInterface.register(MERGING_ATTENTION, tree_mask(eager_mask, may_be_none=False))
 AttentionInterface.register(SPARSE_ATTENTION, sparse_attention)
 AttentionMaskInterface.register(SPARSE_ATTENTION, tree_mask(sdpa_mask, may_be_none=False))

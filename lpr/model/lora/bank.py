@@ -123,6 +123,17 @@ class Site:
             down, up = (each.to(states.device, torch.float32) for each in (pair.down, pair.up))
             product.narrow(-1, first, len(up)).add_(F.linear(F.linear(states.float(), down), up).to(product.dtype))
 
+    def error(self, before: Tensor, product: Tensor, states: Tensor, places: Tensor) -> float:
+        """The largest error of what `add` made of a product `before`, in units of what rounding may make of it."""
+        wanted, start, found = (each.float().flatten(0, -2) for each in (before, before, product))
+        wanted = wanted.clone()
+        for place in self.parts:
+            mine, added = places == place, torch.zeros_like(wanted)
+            self.add_to_all(added, states.flatten(0, -2), place)
+            wanted[mine] += added[mine]
+        scale = torch.finfo(product.dtype).eps * (2 * wanted.abs() + 8 * (wanted - start).abs().amax())
+        return ((found - wanted).abs() / scale.clamp(min=1e-30)).amax().item()
+
 
 @dataclass(frozen=True)
 class _Native:
@@ -202,6 +213,8 @@ class Bank:
         """True if rows are computed in C++, one by one."""
         self.everywhere: int | None = None
         """Outside of a step: the adapter that all rows have."""
+        self.sums: list[tuple[Site, Tensor, Tensor, Tensor]] | None = None
+        """For the check of an adapter: the sites of a step, with each product before `add` and after it, and states."""
         self.places: dict[str, int] = {}
         """By the digest of an adapter."""
         self._sites: dict[tuple[int, str], Site] = {}
@@ -312,7 +325,10 @@ def _adapted(site: Site, multiply: Callable[[Tensor], Tensor], states: Tensor) -
     """A product of `states`, and what adapters add to it."""
     product, step = multiply(states), current_step()
     if step is not None and step.adapters is not None and step.adapters.bank is site.bank:
+        before = product.clone() if site.bank.sums is not None else product
         site.add(product, states, step.adapters)
+        if site.bank.sums is not None:
+            site.bank.sums.append((site, before, product.clone(), states.clone()))
     elif step is None and site.bank.everywhere is not None:
         site.add_to_all(product, states, site.bank.everywhere)
     return product

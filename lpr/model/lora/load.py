@@ -35,15 +35,26 @@ def unload_lora(runner: TreeModel, digest: str) -> None:
 def check_lora(runner: TreeModel, digest: str) -> None:
     """Raise InputError unless a tree's logits are those of plain forwards, for which each layer adds by the definition.
 
+    In half precision the logits of a tree and of a chain may differ by more than an adapter changes, as a model's
+    first tokens have large activations: there each layer's sum is compared with its definition.
     The ranks that share the weights of a model call this together.
     """
     bank, adapter = runner.bank, runner.adapter
     place, cache = bank.places[digest], KVCache(2, 32)
     cache.adapters = SlotAdapters(bank, {1: place})
     rows = [Row(slot, 0, _TOKENS, _PARENTS, _POSITIONS, len(_TOKENS)) for slot in (0, 1)]
+    is_half = adapter.model.dtype.itemsize < 4
     with adapter.lock:
-        logits, plain = adapter.logits(rows, cache, packed=adapter.packed).float().chunk(2)[::-1]
-        for path in _PATHS:
+        bank.sums = [] if is_half else None
+        try:
+            inputs = adapter.inputs(rows, cache, packed=adapter.packed)
+            logits, plain = adapter.forward(inputs, cache).float().chunk(2)[::-1]
+            for site, before, product, states in bank.sums or ():
+                if not site.error(before, product, states, inputs.adapters.places) <= 1:
+                    raise InputError(f"this model does not compute {site.name} as adapters need")
+        finally:
+            bank.sums = None
+        for path in () if is_half else _PATHS:
             tokens = torch.tensor([[_TOKENS[node] for node in path]], device=adapter.device)
             with torch.no_grad():
                 without = adapter.model(input_ids=tokens, use_cache=False).logits[0].float()

@@ -75,16 +75,18 @@ def convolve(
     bias: Tensor | None,
     activation: Callable[[Tensor], Tensor],
     exact: bool = False,
+    dilation: int = 1,
 ) -> Tensor:
     """A causal convolution per channel along each entry's path; an `exact` one adds in one order.
 
-    x [B, C, n], `before` [B, C, width - 1] the inputs before the tree, weight [C, width]; returns [B, C, n].
+    x [B, C, n], `before` [B, C, dilation * (width - 1)] the inputs before the tree, weight [C, width]; returns
+    [B, C, n].
     """
     whole, width = torch.cat([before, x], -1).to(weight.dtype), weight.shape[1]
     if tree.is_chain and not exact:
-        out = F.conv1d(whole, weight[:, None], bias, groups=len(weight))
+        out = F.conv1d(whole, weight[:, None], bias, groups=len(weight), dilation=dilation)
     else:
-        index = tree.windows(width)
+        index = tree.windows(before.shape[2] + 1)[..., ::dilation]
         taps = (gather_entries(whole, index[..., back]).float() * weight[:, back, None] for back in range(width))
         out = sum(taps, torch.zeros((), device=x.device) if bias is None else bias.float()[:, None]).to(weight.dtype)
     return activation(out).to(x.dtype)

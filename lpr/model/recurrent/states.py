@@ -154,14 +154,14 @@ class States:
     # A forward.
 
     def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable[[Tensor], Tensor]
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable[[Tensor], Tensor], dilation: int = 1
     ) -> Tensor:
         """The convolution of x [R, C, N] by weight [C, width]: [R, C, N]."""
-        return self._along(
-            x,
-            weight.shape[1],
-            lambda part, before, tree: convolve(part, before, tree, weight, bias, activation, self.is_exact),
-        )
+
+        def evaluate(part: Tensor, before: Tensor, tree: Tree) -> Tensor:
+            return convolve(part, before, tree, weight, bias, activation, self.is_exact, dilation)
+
+        return self._along(x, dilation * (weight.shape[1] - 1) + 1, evaluate)
 
     def windows(self, x: Tensor, width: int) -> Tensor:
         """The last `width` of x [R, C, N] along the path of each entry, its own last: [R, C, N, width]."""

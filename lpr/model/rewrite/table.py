@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from lpr.model.attention.pooled import PooledKeys
 from lpr.model.attention.sparse import Indexers
 from lpr.model.cpu.products import PrepackedProducts
 from lpr.model.exact.check import PinnedProducts
@@ -23,6 +24,7 @@ from lpr.model.graph_capture import uncapturable
 from lpr.model.low_bit.layers import CodedProducts
 from lpr.model.multimodal import DroppedTowers, empty_decoder, takes_positions
 from lpr.model.recurrent.convolved_projections import ConvolvedProjections
+from lpr.model.recurrent.layer_embeddings import LayerEmbeddings
 from lpr.model.recurrent.plug import RecurrentCalls
 from lpr.model.rewrite.base import NewForward, Rewrite, Setting, Stage, carry_out, done_to, undo
 from lpr.model.rewrite.compiled_model import CompiledModel
@@ -37,7 +39,9 @@ REWRITES: tuple[Rewrite, ...] = (
     ShardedLayers(),
     RecurrentCalls(),
     ConvolvedProjections(),
+    LayerEmbeddings(),
     Indexers(),
+    PooledKeys(),
     RelativeDistances(),
     QueryTemperature(),
     FalconLayers(),

@@ -38,7 +38,9 @@ def worst_difference(adapter: Adapter, num_trees: int = 3) -> float:
         return torch.randint(2, 97, (count,), generator=generator).tolist()
 
     cache, text, worst = KVCache(1, 128), random(41), 0.0
-    adapter.logits([Row.chain(0, 0, text, 0)], cache)
+    prompt = Row.chain(0, 0, text, 0)
+    adapter.logits([prompt], cache)
+    cache.commit(prompt, range(len(text)))
     for _ in range(num_trees):
         nodes = random(len(PARENTS))
         positions = [len(text) + len(path(node)) - 1 for node in range(len(nodes))]

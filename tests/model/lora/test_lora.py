@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from dev import families
+from dev.family_table import FAMILIES as FAMILY_TABLE
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.model.kv_cache import KVCache
-from lpr.model.lora.bank import Bank, Site, SlotAdapters
+from lpr.model.lora.bank import Bank, RowAdapters, Site, SlotAdapters
 from lpr.model.lora.files import Config, read_lora
 from lpr.model.lora.load import check_lora, load_lora
 from lpr.model.runner import TreeModel
@@ -63,6 +66,30 @@ def test_families(name: str, tmp_path: Path) -> None:
     folders = {str(seed): write_adapter(tmp_path / str(seed), model, modules, seed, 0.4) for seed in range(2)}
     model.save_pretrained(tmp_path / "base")
     check_mixed(Engine.from_pretrained(str(tmp_path / "base"), DECODE), model, folders)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_hybrid_models_have_adapters_as_peft(tmp_path: Path) -> None:
+    """A batch of two adapters and none, with drafts accepted, on gated delta nets and attention."""
+    peft = pytest.importorskip("peft", reason="the package peft is not installed")
+    model = families.tiny_model(next(each for each in FAMILY_TABLE if each.name == "qwen3_next"))
+    modules = [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"]
+    folders = {name: write_adapter(tmp_path / name, model, modules, seed) for seed, name in enumerate("ab")}
+    wanted = {None: stock_greedy(model, PROMPTS[1], 24)}
+    for name, folder in folders.items():
+        twin = peft.PeftModel.from_pretrained(copy.deepcopy(model), str(folder))
+        ids = torch.tensor([PROMPTS[1]])
+        mask = torch.ones_like(ids)
+        done = twin.generate(input_ids=ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
+        wanted[name] = done[0, ids.shape[1] :].tolist()
+    engine = Engine.from_model(model, decode=DECODE)
+    for name, folder in folders.items():
+        engine.load_adapter(name, folder)
+    for _ in range(2):  # again with drafts of the first texts, and by the prefix
+        done = engine.generate([PROMPTS[1]] * 3, PARAMS, adapter=[None, "a", "b"])
+        assert [each.token_ids for each in done] == [wanted[None], wanted["a"], wanted["b"]]
+    assert len({str(each) for each in wanted.values()}) == 3
+    assert sum(each.stats.num_steps for each in done) < 3 * 24
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -306,6 +333,32 @@ def test_the_check_compares_rows(model: PreTrainedModel, tmp_path: Path, monkeyp
     monkeypatch.setattr(Site, "add", lambda self, product, *given: own(self, product.neg_().neg_() * 1.0, *given))
     with pytest.raises(InputError, match="logits differ by"):
         check_lora(runner, files.digest)
+
+
+def test_half_precision_compares_each_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits there differ between a tree and a chain by more than an adapter changes: SmolLM2 took none in bfloat16."""
+    model = tiny_model(seed=7, spread=0.5).to(torch.bfloat16)
+    runner = TreeModel(model)
+    own = Site.add
+    for is_native in (runner.bank.is_native, False):
+        runner.bank.is_native = is_native
+        files = read_lora(write_adapter(tmp_path / "a", model, [*ATTENTION, *MLP], spread=0.02))
+        load_lora(runner, files)
+        check_lora(runner, files.digest)
+
+        def twice(self: Site, *given: Any) -> None:
+            own(self, *given)
+            own(self, *given)
+
+        def shifted(self: Site, product: torch.Tensor, states: torch.Tensor, rows: Any) -> None:
+            own(self, product, states, RowAdapters(rows.bank, rows.places.roll(1)))
+
+        for mutant in (twice, shifted, lambda self, *given: None):
+            monkeypatch.setattr(Site, "add", mutant)
+            with pytest.raises(InputError, match="does not compute model.layers"):
+                check_lora(runner, files.digest)
+            monkeypatch.setattr(Site, "add", own)
+        runner.bank.remove(files.digest)
 
 
 def test_places_are_used_again(model: PreTrainedModel, tmp_path: Path) -> None:
