@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from lpr.dist.comm import Comm, agree, is_alone
 from lpr.engine.options import EngineOptions
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
+from lpr.sched.page_moves import PageClear, PageCopy, PageIn, PageMove, PageOut, StateCopy
 
 DEFAULT_LENGTH = 4096
 """Tokens of each of `max_batch_size` sequences for which there is room where nothing else is said."""
@@ -199,3 +201,21 @@ def lack_of_room(free: int | None, tokens: int, bytes_per_token: int, reserve: i
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def follow(cache: KVCache, moves: Sequence[PageMove], tables: Sequence[tuple[int, Sequence[int]]]) -> None:
+    """Bring a cache to what the scheduler has decided: the contents of pages, then block tables, by slot."""
+    for move in moves:
+        match move:
+            case PageCopy():
+                cache.copy_page(move.source, move.target, move.num_rows)
+            case PageClear():
+                cache.clear([move.page])
+            case PageOut():
+                cache.swap_out(move.page, move.host_page)
+            case StateCopy():
+                cache.states.copy(move.source, move.target)
+            case PageIn():
+                cache.swap_in(move.host_page, move.page)
+    for slot, pages in tables:
+        cache.assign(slot, pages)

@@ -27,7 +27,7 @@ from lpr.engine.draft_rank import DraftRank
 from lpr.engine.drafts import DraftIndexes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
-from lpr.engine.kv_pool import DEFAULT_LENGTH, PoolSize
+from lpr.engine.kv_pool import DEFAULT_LENGTH, PoolSize, follow
 from lpr.engine.options import EngineOptions
 from lpr.engine.pace import Pace
 from lpr.engine.prepare import longest_sequence, prepare
@@ -42,7 +42,6 @@ from lpr.model.watch import Watch
 from lpr.native import SequenceState
 from lpr.protocol import Abort, RequestId, Stop, Submit
 from lpr.sched.limits import SHORTEST_FILL
-from lpr.sched.page_moves import PageClear, PageCopy, PageIn, PageOut, StateCopy
 from lpr.sched.scheduler import Schedule, Scheduler
 
 
@@ -330,23 +329,10 @@ class Replica(StepHooks):
         request.state = None
 
     def _move(self) -> None:
-        """Bring this rank's cache to what the scheduler has decided: page contents, then block tables."""
+        """Bring this rank's cache to what the scheduler has decided."""
         cache, rank = self.model.cache, self.comm.rank
         assert cache is not None
-        for move in self.scheduler.take_moves()[rank]:
-            match move:
-                case PageCopy():
-                    cache.copy_page(move.source, move.target, move.num_rows)
-                case PageClear():
-                    cache.clear([move.page])
-                case PageOut():
-                    cache.swap_out(move.page, move.host_page)
-                case StateCopy():
-                    cache.states.copy(move.source, move.target)
-                case PageIn():
-                    cache.swap_in(move.host_page, move.page)
-        for slot, pages in self.scheduler.placement.take_tables(rank):
-            cache.assign(slot, pages)
+        follow(cache, self.scheduler.take_moves()[rank], self.scheduler.placement.take_tables(rank))
 
     # Configuration.
 

@@ -134,7 +134,7 @@ def test_a_pack_notices_another_input() -> None:
 def specification(
     query: Any, key: Any, value: Any, mask: TreeMask, pages: Any, rules: attention_kernel.Rules, tiles: Any = None
 ) -> Any:
-    """Stands for the launch of the kernel, which the interpreter takes long for; unlike it, it reads where rows begin."""
+    """Stands for the launch of the kernel, which takes the interpreter long; this one reads where rows begin."""
     with _disable_current_modes():
         out = attention_reference.tree_attention(query, key, value, mask, pages, **rules._asdict())
     return out.transpose(1, 2).contiguous()
