@@ -75,7 +75,8 @@ def serving(
         os.set_blocking(process.stdout.fileno(), False)
 
         def log() -> str:
-            lines.append(process.stdout.read() or "")
+            with contextlib.suppress(TypeError):  # TextIOWrapper's, if nothing is there
+                lines.append(process.stdout.read() or "")
             return "".join(lines)
 
         def stop(number: int = signal.SIGTERM) -> int:

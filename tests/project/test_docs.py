@@ -243,8 +243,10 @@ def test_faults_are_found(tmp_path: Path) -> None:
     }
 
 
-PROGRAMS = [page for page in PAGES if blocks_of(page, "python") and page.name != "serving.md"]
-"""Pages whose blocks print something. The one of serving.md needs services: tests/fleet/test_resume.py."""
+NEEDY = ("serving.md", "adapters.md")
+"""Their blocks need services, and adapters: tests/fleet/test_resume.py, tests/slow/test_docs.py."""
+PROGRAMS = [page for page in PAGES if blocks_of(page, "python") and page.name not in NEEDY]
+"""Pages whose blocks print something."""
 
 
 def test_lines_of_prompts_are_read(tmp_path: Path) -> None:

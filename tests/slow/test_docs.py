@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import lpr
 from dev.step_picture import TRACE
+from tests.fakes.adapters import write_adapter
 from tests.fakes.paths import ROOT
 from tests.project.test_docs import DOCS, PROGRAMS, SITE, blocks_of
 
@@ -50,3 +52,17 @@ def test_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, block in enumerate(blocks_of(page, "python"), 1):
         exec(compile(block, f"{page.name}, python block {number}", "exec"), namespace)
     assert len(capsys.readouterr().out) > 20
+
+
+def test_the_block_with_adapters_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with the model and the adapters that it names."""
+    model = AutoModelForCausalLM.from_pretrained(lpr.bundled_model())
+    for seed, name in enumerate(("sql", "java", "late")):
+        write_adapter(tmp_path / "adapters" / name, model, ["q_proj", "down_proj"], seed)
+    (tmp_path / "base").symlink_to(lpr.bundled_model())
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks_of(DOCS / "adapters.md", "python")
+    namespace: dict[str, Any] = {}
+    exec(compile(block, "adapters.md", "exec"), namespace)
+    with pytest.raises(lpr.InputError, match="sql"):
+        namespace["engine"].generate(["SELECT "], adapter=["sql"])
