@@ -41,9 +41,12 @@ from lpr.core.tree import TokenTree
 from lpr.engine import sizing
 from lpr.model.runner import TreeModel
 from lpr.planner import facts
+from lpr.serve import sandbox
 from tests.fakes.models import tiny_model
 
 sys.dont_write_bytecode = False
+# Behind the workers of a full machine a sandbox would do nothing for seconds.
+sandbox.NICE = 0
 MEASURING = {name: getattr(sizing, name) for name in ("ENOUGH", "PATIENCE", "LONGER", "AGREE", "time_forward")}
 """How an engine measures step times at its start, elsewhere; a test that needs true ones sets these."""
 

@@ -22,7 +22,7 @@ from lpr.protocol import ErrorCode
 from lpr.serve import limits
 from lpr.serve.errors import ApiError
 from lpr.serve.messages import frame
-from lpr.serve.sandboxed import PATIENCE, PREPARE, Result, Task, patience
+from lpr.serve.sandboxed import NICE, PATIENCE, PREPARE, Result, Task, patience
 from lpr.serve.turns import Turns
 
 START_SECONDS = 60.0  # time for a process to start, and to prepare
@@ -94,7 +94,7 @@ class Sandbox:
 
 class _Worker:
     def __init__(self, module: str) -> None:
-        self._command = [sys.executable, "-m", "lpr.serve.sandboxed", module]
+        self._command = [sys.executable, "-m", "lpr.serve.sandboxed", module, str(NICE)]
         self._prepared = list[Any]()  # nothing, at first: its answer says that the process has started
         self._process: Process | None = None
         self._starting: asyncio.Task[Process] | None = None

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     confine()
     die_with_parent()  # after the above, which forgets it
     module = importlib.import_module(argv[0])
-    os.nice(NICE)  # now: tasks of clients stand behind, and not the start that they wait for
+    os.nice(int(argv[1]))  # now: tasks of clients stand behind, and not the start that they wait for
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     usual = soft if soft != resource.RLIM_INFINITY else 4 * STACK
     resource.setrlimit(resource.RLIMIT_STACK, (min(STACK, usual // 4), hard))

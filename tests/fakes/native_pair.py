@@ -17,7 +17,7 @@ from lpr.config import SamplingParams, TreeSizes
 from lpr.core.constants import KNOTS
 from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
 from lpr.core.step_times import StepTimes
-from lpr.core.wire import blocks_of, node_width, payload_words, result_words, tables_of
+from lpr.core.wire import NUM_HEADER, NUM_TREE_HEADER, blocks_of, node_width, payload_words, result_words, tables_of
 
 HOMES = [import_module(f"lpr.core.{each.name}") for each in iter_modules(lpr.core.__path__)]
 NAMES = [name for name in lpr.native.__all__ if name not in ("is_native", "missing")]
@@ -256,13 +256,17 @@ def see_draft(core: Any, draft: Any, served: list[list[int]]) -> list[Any]:
 def noticed(core: Any, ranks: Ranks, drafts: list[Any], payloads: np.ndarray, served: list[list[int]]) -> list[bool]:
     """Whether rank 0 notices another header of the last rank; where it does, nothing has changed."""
     found = []
-    for place in [0, 1, *[4 + 3 * tree + word for tree in range(len(served[-1])) for word in (0, 1)]]:
+    for place in [
+        0,
+        1,
+        *[NUM_HEADER + NUM_TREE_HEADER * tree + word for tree in range(len(served[-1])) for word in (0, 1)],
+    ]:
         other = payloads.copy()
         other[-1, place] += 1
-        if place > 3 and not any(drafts[0].served[rank] for rank in range(len(payloads) - 1)):
+        if place >= NUM_HEADER and not any(drafts[0].served[rank] for rank in range(len(payloads) - 1)):
             continue
         before = [state_.digest for state_ in drafts[0].states]
-        tree = served[-1][(place - 4) // 3] if place > 3 else None
+        tree = served[-1][(place - NUM_HEADER) // NUM_TREE_HEADER] if place >= NUM_HEADER else None
         shared = len(payloads) > 1 and (tree is None or any(tree in trees for trees in served[:-1]))
         if shared:
             try:

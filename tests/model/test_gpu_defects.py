@@ -267,7 +267,7 @@ def test_loading_has_a_time_out_of_its_own(groups: list[Any], monkeypatch: pytes
 def test_the_payload_is_that_of_the_running_batch() -> None:
     """At lp 8 a full batch of 8 is eight times a single tree, whichever runs."""
     sizes = DecodeConfig(window_size=8, trie_nodes=64).resolved(8)
-    comm: Any = SimpleNamespace(size=8, tp_size=1, rank=0, gather=lambda payload: payload[None])
+    comm: Any = SimpleNamespace(size=8, num_serving=8, tp_size=1, rank=0, gather=lambda payload: payload[None])
     exchange = Exchange(sizes, 8, comm, torch.device("cpu"))
     words = [exchange.payload_words(count) - NUM_HEADER for count in range(9)]
     assert words[0] == 0 and words[8] == 8 * words[1] > 0

@@ -60,7 +60,9 @@ def shorten(monkeypatch, waits, entry):
 @contextlib.contextmanager
 def front_apart(files):
     """A front with a fake driver, in a process that may open so many files: its address, and what it has printed."""
-    code = "from tests.fakes.fake_driver import served\nwith served() as it: print('at', it.url, flush=True), input()"
+    # In one write: an unbuffered stream would let logs come between the parts.
+    code = "from tests.fakes.fake_driver import served\n"
+    code += "with served() as it: print(f'at {it.url}\\n', end='', flush=True), input()"
     command = ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", sys.executable, "-c", code]
     environment, pipe = {**os.environ, "PYTHONPATH": str(ROOT)}, subprocess.PIPE
     with subprocess.Popen(

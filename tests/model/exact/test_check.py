@@ -313,7 +313,11 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 def test_several_threads(dtype: torch.dtype, two_threads: None, attention: str) -> None:
-    runner = checked(tiny_model("llama").to(dtype))
+    try:
+        runner = checked(tiny_model("llama").to(dtype))
+    except InputError as refused:  # a processor whose bfloat16 products with two threads agree at no two heights
+        assert "rounds otherwise for other numbers of rows" in str(refused)
+        return
     assert runner.adapter.heights is not None and runner.adapter.heights.num_threads == 2
     check_pieces(runner)
     check_trees(runner, 2)

@@ -251,7 +251,7 @@ def test_a_dropped_copy_is_freed(family: str) -> None:
         twin = make_copy(model, "int8")
         modules = [*twin.modules()]
         packs = [each.pack for each in modules if isinstance(each, LowBitLinear)]
-        packs += [each.forward.first[0] for each in modules if hasattr(each, "_apply_gate")]
+        packs += [each.forward.packs["gate_up_proj"][0] for each in modules if hasattr(each, "_apply_gate")]
         left = [weakref.ref(each) for each in (*modules, *packs)]
         del twin, modules, packs
         assert not [each() for each in left if each() is not None]
