@@ -103,4 +103,4 @@ def test_a_block_goes_with_its_last_tensor() -> None:
     before = resident_bytes()
     for _ in range(40):
         in_huge_pages(torch.ones(12 << 20, dtype=torch.int8))
-    assert resident_bytes() - before < 3 * memory._BLOCK
+    assert resident_bytes() - before < 5 * memory._BLOCK, "of 15; malloc keeps some of the tensors' own"
