@@ -17,9 +17,10 @@ from lpr.serve.bodies.fields import SAMPLER_LETTERS
 from lpr.serve.errors import ApiError, bad, too_long
 from lpr.serve.messages import Facts
 from lpr.serve.text.calls import NAMES, Thoughts
-from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates
+from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates, render_prompt
+from lpr.serve.text.conversation import conversation
 from lpr.serve.text.fim import Filler, filler
-from lpr.serve.text.fitting import text_of
+from lpr.serve.text.fitting import Plain, text_of
 from lpr.serve.text.replies import Family, Replies
 from lpr.serve.text.tokens import Tokens
 from lpr.serve.text.windows import window_of
@@ -115,6 +116,14 @@ class Served:
     def most_characters(self) -> int:
         lengths = self.tokens.lengths
         return MOST_RENDERED if lengths is None else limits.CONTEXT.most * lengths.longest * self.facts.max_length
+
+    def conversation(self, body: ChatBody | TokenizeBody) -> tuple[list[Plain], dict[str, Any]]:
+        """The messages and variables for the model's template; raises ApiError."""
+        return conversation(self.templates, body)
+
+    def chat_text(self, messages: Sequence[Plain], variables: Mapping[str, Any]) -> str:
+        """The text of a conversation; raises ApiError if the model's template refuses it, or if it is too long."""
+        return render_prompt(self.templates, messages, variables, self.most_characters)
 
     def replies(self, body: ChatBody, prompt: str) -> Replies:
         """How the replies to a conversation are read; raises ApiError for tools that cannot be called."""
