@@ -92,6 +92,8 @@ class StepDraft:
         """
         if not wire.headers_agree(payloads, self.served):
             raise ValueError("the headers of the ranks differ")
+        if drafting and len(self.states) > wire.room_of(payloads.shape[1], self.capacity, width, num_guesses):
+            raise ValueError("the payloads do not hold the drafts of all trees")
         payloads = payloads[:: len(payloads) // len(self.served)]
         tables = wire.tables_of(payloads, self.capacity, width, num_guesses)
         blocks = wire.blocks_of(payloads, self.capacity, width, num_guesses)

@@ -32,6 +32,7 @@ from lpr.core.tree import TokenTree
 from lpr.protocol import TokenLogprobs
 
 NUM_HEADER = 5
+TIME_WORD = 4  # of the header: microseconds
 NUM_TREE_HEADER = 3
 NUM_NODE_WORDS = 2
 NODE_BITS = 14
@@ -114,7 +115,7 @@ def num_candidates(payload: np.ndarray) -> int:
 
 def microseconds(payload: np.ndarray) -> int:
     """The time that a rank has taken for a step before its gather."""
-    return int(payload[4])
+    return int(payload[TIME_WORD])
 
 
 def tree_header(payload: np.ndarray, place: int) -> np.ndarray:

@@ -61,6 +61,8 @@ class Comm:
     @property
     def drafting(self) -> list[int]:
         """The ranks that only draft. A replacement has the role of what it replaces (lpr.dist.supervisor)."""
+        if not self.num_drafting:
+            return []
         count = self.num_replicas
         return [rank for rank, each in enumerate(self.replicas) if each % count >= count - self.num_drafting]
 

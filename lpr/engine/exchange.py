@@ -142,7 +142,7 @@ class Exchange:
             copy_over(payload[: len(draft.header)], draft.header)
         drafting = self.comm.drafting
         if drafting:
-            payload[wire.NUM_HEADER - 1] = min(int((time.perf_counter() - self._began) * 1e6), 2**31 - 1)
+            payload[wire.TIME_WORD] = min(int((time.perf_counter() - self._began) * 1e6), 2**31 - 1)
         num_guesses = self.config.num_guesses
         end = num_words - wire.room_of(num_words, self.capacity, width, num_guesses) * block_words(num_guesses)
         if local is not None:

@@ -93,8 +93,8 @@ def read_trie(path: str | Path, fingerprint: str | None = None) -> np.ndarray:
         raise InputError(f"{path} is no trie file, or damaged: {failure}; delete it to start anew") from failure
     except OSError as failure:
         raise InputError(f"cannot read the trie {path}: {failure.strerror or failure}") from failure
-    checksum, content = facts.pop("checksum", None), tokens.astype("<i4", copy=False).tobytes()
-    if tokens.dtype != np.int32 or tokens.ndim != 1 or checksum != checksum_of(facts, content):
+    checksum = facts.pop("checksum", None)
+    if tokens.dtype != np.int32 or tokens.ndim != 1 or checksum != checksum_of(facts, tokens.tobytes()):
         raise InputError(f"the trie {path} is damaged: its checksum does not fit its content; delete it to start anew")
     return tokens
 

@@ -234,10 +234,13 @@ class Setting:
 
     def step(self, mesh: Mesh, drafted: Drafted | None, inputs: Inputs) -> StepTime:
         """The parts of a step; without `drafted` one of plain decoding."""
-        nodes, tree, payload = 1.0, 1.0, 4 * NUM_HEADER
-        if drafted is not None:
-            nodes, tree = self.measured.shard_nodes(drafted, mesh.lp), drafted.nodes
-            payload = drafted.payload_bytes(mesh.lp)
+        if drafted is None:
+            return self.step_of(mesh, 1.0, 1.0, 4 * NUM_HEADER, inputs)
+        nodes = self.measured.shard_nodes(drafted, mesh.lp)
+        return self.step_of(mesh, nodes, drafted.nodes, drafted.payload_bytes(mesh.lp), inputs)
+
+    def step_of(self, mesh: Mesh, nodes: float, tree: float, payload: int, inputs: Inputs) -> StepTime:
+        """The parts of a step that evaluates `nodes` entries a rank and sends `payload` bytes; `tree` nodes in all."""
         replica, batch = (self.facts, mesh.tp, self.element_size, nodes * self.batch), self.batch
         return StepTime(
             forward=forward_seconds(*replica, self.kv, self.machine, inputs, batch),

@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lpr.model.low_bit.products import FORMS, Form
+from lpr.model.self_draft import LONGEST
 from lpr.planner.facts import ModelFacts
 from lpr.planner.footprint import Mesh, copy_bytes, kv_token_bytes, split_problem, weight_bytes
-from lpr.planner.prediction import Inputs, Setting, forward_seconds, lp_seconds, tp_seconds
+from lpr.planner.prediction import Inputs, Setting, lp_seconds, tp_seconds
 
-LONGEST = 16  # drafted tokens of a step at most, as in lpr.model.self_draft
+COUNTS = range(LONGEST + 1)  # drafted tokens of a step
 NUM_STEPS = 5_000
 
 
@@ -113,17 +114,12 @@ def pipelined(setting: Setting, roles: Roles, agreement: Agreement, inputs: Inpu
     best = max(trees, key=lambda each: setting.rate(Mesh(1, roles.verify), each, inputs))
     text = best.tokens_per_step - 1.0
     ranks = Mesh(1, roles.verify + roles.copies * roles.draft)
-    gather = lp_seconds(ranks, best.payload_bytes(1) + 8 * LONGEST, setting.machine, inputs)
+    payload = best.payload_bytes(1) + 8 * LONGEST
+    gather = lp_seconds(ranks, payload, setting.machine, inputs)
     # Once for each length of a chain: a simulation asks thousands of times.
-    times = [_step(setting, roles.verify, best.nodes + count, inputs) + gather for count in range(LONGEST + 1)]
+    steps = [setting.step_of(Mesh(1, roles.verify), *[best.nodes + count] * 2, payload, inputs) for count in COUNTS]
+    times = [each.forward + each.tp + each.host + gather for each in steps]
     return simulate(times.__getitem__, _pass(setting, roles.draft, agreement.form, inputs), agreement.share, text)
-
-
-def _step(setting: Setting, tp: int, nodes: float, inputs: Inputs) -> float:
-    sizes = setting.facts, tp, setting.element_size, nodes
-    host = setting.measured.host_seconds(setting.temperature or 0.0, nodes) * inputs.host
-    forward = forward_seconds(*sizes, setting.kv, setting.machine, inputs)
-    return forward + tp_seconds(*sizes, setting.machine, inputs) + host
 
 
 def _pass(setting: Setting, tp: int, form: Form, inputs: Inputs) -> float:

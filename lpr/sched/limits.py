@@ -168,14 +168,18 @@ class Limits(Generic[R]):
         return [rank for rank in range(self.num_ranks) if rank not in self.drafting]
 
     @property
+    def num_serving(self) -> int:
+        return self.num_ranks - len(self.drafting)
+
+    @property
     def is_elastic(self) -> bool:
         """True if a request may have fewer ranks than there are."""
-        return len(self.serving) > 1 and self.most_homes > 0
+        return self.num_serving > 1 and self.most_homes > 0
 
     @property
     def capacity(self) -> int:
         """Most requests that can run at once."""
-        return self.num_slots * (len(self.serving) if self.is_elastic else 1)
+        return self.num_slots * (self.num_serving if self.is_elastic else 1)
 
     @property
     def joining(self) -> int:

@@ -110,7 +110,7 @@ class Placement(Generic[R]):
         self._want(wanted)
         self.leave()
         own = [rank for rank in own if self._pages[rank].has_room(request, self.limits.num_ahead)]
-        if not own or (len(own) < len(self.limits.serving) and not self.limits.is_elastic):
+        if not own or (len(own) < self.limits.num_serving and not self.limits.is_elastic):
             return None
         computed = [0] * self.limits.num_ranks
         for rank in own:

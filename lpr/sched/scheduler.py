@@ -307,7 +307,7 @@ class Scheduler(Generic[R]):
             loads = [load + count for load, count in zip(loads, counts, strict=True)]
         requests = [*schedule.decoding, *(request for request, _ in schedule.filling)]
         longest = max(len(request.tokens) for request in requests)
-        self.limits.targets.pass_step(loads, len(requests) // len(self.limits.serving), longest)
+        self.limits.targets.pass_step(loads, len(requests) // self.limits.num_serving, longest)
 
 
 def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
@@ -325,7 +325,7 @@ def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
             most = min(most, limits.calm_chunk())
         if limits.is_elastic and long.count(0) > MANY:
             total = sum(count * len(request.homes) for count, request in zip(long, running, strict=True))
-            most = min(most, max(limits.joining, total // len(limits.serving)))
+            most = min(most, max(limits.joining, total // limits.num_serving))
         if targets is not None:  # the step is as long for those that decode on other ranks
             decoding = [request for request, count in zip(running, long, strict=True) if not count]
             cached = [min(each.num_computed_tokens[rank] for rank in each.homes)

@@ -141,7 +141,7 @@ class Connection(_Base):
         """Wait for the next request. A body that was not read ends the connection."""
         self._besides = self._body = self._framing = 0
         super().on_response_complete()
-        if self._is_between_requests and self.cycle.more_body:
+        if self.cycle is not None and self._is_between_requests and self.cycle.more_body:
             self.transport.close()
         self.note()
 

@@ -15,7 +15,7 @@ import lpr.core
 import lpr.native
 from lpr.config import SamplingParams, TreeSizes
 from lpr.core.constants import KNOTS
-from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
+from lpr.core.heads import FROM_ROOT, PROBABILITY_STEPS, HeadDraft
 from lpr.core.step_times import StepTimes
 from lpr.core.wire import NUM_HEADER, NUM_TREE_HEADER, blocks_of, node_width, payload_words, result_words, tables_of
 
@@ -41,6 +41,9 @@ class Plan:
     num_steps: int = 30
     num_sequences: int = 2
     num_ranks: int = 1
+    num_drafting: int = 0
+    """The last ones of them, which only draft."""
+    leaves_out: bool = False  # True if nobody reads what they have drafted
     vocabulary: int = 20
     shares: bool = True
     adaptive: bool = False
@@ -50,6 +53,10 @@ class Plan:
     """Do sequences have fewer home ranks than there are ranks, and now and then others?"""
     repeats: float = 0.7
     """How often the text goes on as it did after an earlier equal token."""
+
+    @property
+    def num_serving(self) -> int:
+        return self.num_ranks - self.num_drafting
 
 
 def step_times(random_: random.Random) -> StepTimes:
@@ -86,7 +93,9 @@ def new_state(core: Any, plan: Plan, random_: random.Random, shared: Any) -> Any
         )
     prediction = prediction[len(tokens) - random_.choice([0, 3]) :] if len(prediction) > len(tokens) else []
     known = tokens, params, plan.sizes, plan.num_ranks, shared, computed, len(tokens) + 150, stop_ids
-    return core.SequenceState(*known, prediction, num_prompt)
+    state_ = core.SequenceState(*known, prediction, num_prompt)
+    state_.homes = list(range(plan.num_serving))
+    return state_
 
 
 def see_tree(tree_: Any) -> list[Any]:
@@ -117,11 +126,15 @@ class Ranks:
         self.shared = [
             core.SuffixIndex(plan.sizes.trie_capacity) if plan.shares else None for _ in range(plan.num_ranks)
         ]
-        self.budgets = [core.Budgets(plan.sizes, plan.num_ranks, times) for _ in range(plan.num_ranks)]
+        self.budgets = [core.Budgets(plan.sizes, plan.num_serving, times) for _ in range(plan.num_ranks)]
         self.states = [self.begin() for _ in range(plan.num_sequences)]
         """Per sequence, its state on each rank."""
-        self.capacity = plan.sizes.owned_capacity(plan.num_ranks)
+        self.capacity = plan.sizes.owned_capacity(plan.num_serving)
         self.width = node_width(plan.sizes, True)
+
+    @property
+    def drafting(self) -> list[int]:
+        return list(range(self.plan.num_serving, self.plan.num_ranks))
 
     def begin(self) -> list[Any]:
         """A new sequence, on every rank."""
@@ -144,7 +157,8 @@ class Ranks:
         num_ranks = self.plan.num_ranks
         for states in self.states if self.plan.homes_change else ():
             if self.random.random() < 0.3:
-                homes = sorted(self.random.sample(range(num_ranks), self.random.randint(1, num_ranks)))
+                serving = self.plan.num_serving
+                homes = sorted(self.random.sample(range(serving), self.random.randint(1, serving)))
                 for each in states:
                     each.homes = homes
         served = [[i for i, each in enumerate(self.states) if rank in each[0].homes] for rank in range(num_ranks)]
@@ -173,7 +187,7 @@ class Ranks:
 
     def payloads(self, drafts: list[Any], results: list[np.ndarray]) -> np.ndarray:
         """What the ranks send, as Exchange packs it."""
-        size = payload_words(self.plan.sizes, len(self.states), self.plan.num_ranks, True)
+        size = payload_words(self.plan.sizes, len(self.states), self.plan.num_serving, True)
         found = np.full((self.plan.num_ranks, size), -9, np.int32)
         tables = tables_of(found, self.capacity, self.width, self.plan.sizes.num_guesses)
         for payload, table, draft in zip(found, tables, drafts, strict=True):
@@ -201,6 +215,18 @@ class Ranks:
                 if index in draft.mine and self.random.random() < 0.8:
                     words = guesses.pack(end, token, self.plan.sizes.num_guesses)
                     blocks[draft.rank, list(draft.mine).index(index)] = words
+            path, at = [token], end
+            while at > 0:
+                path.insert(0, tree_.tokens[at])
+                at = tree_.parents[at]
+            for rank in self.drafting:
+                guesses, last = HeadDraft(is_copy=True), 0
+                for each in path[: self.random.randrange(len(path) + 1)]:
+                    last = guesses.add(last, each, self.random.randrange(PROBABILITY_STEPS))
+                for _ in range(self.random.randrange(self.plan.sizes.num_guesses + 2)):
+                    parent = self.random.choice([last, self.random.randrange(len(guesses.tokens))])
+                    guesses.add(parent, self.random.randrange(self.plan.vocabulary), self.random.randrange(9999))
+                blocks[rank, index] = guesses.pack(FROM_ROOT, 0, self.plan.sizes.num_guesses)
 
 
 def run(core: Any, plan: Plan) -> list[Any]:
@@ -217,8 +243,9 @@ def run(core: Any, plan: Plan) -> list[Any]:
         record += [see_draft(core, draft, served) for draft in drafts]
         payloads = ranks.payloads(drafts, results)
         record.append(noticed(core, ranks, drafts, payloads, served))
+        drafting = [] if plan.leaves_out else ranks.drafting
         done = [
-            draft.conclude(payloads, ranks.width, budgets, plan.sizes.num_guesses)
+            draft.conclude(payloads, ranks.width, budgets, plan.sizes.num_guesses, drafting)
             for draft, budgets in zip(drafts, ranks.budgets, strict=True)
         ]
         seen = [see_conclusions(draft, concluded) for draft, (concluded, _) in zip(drafts, done, strict=True)]
@@ -256,11 +283,8 @@ def see_draft(core: Any, draft: Any, served: list[list[int]]) -> list[Any]:
 def noticed(core: Any, ranks: Ranks, drafts: list[Any], payloads: np.ndarray, served: list[list[int]]) -> list[bool]:
     """Whether rank 0 notices another header of the last rank; where it does, nothing has changed."""
     found = []
-    for place in [
-        0,
-        1,
-        *[NUM_HEADER + NUM_TREE_HEADER * tree + word for tree in range(len(served[-1])) for word in (0, 1)],
-    ]:
+    trees = [NUM_HEADER + NUM_TREE_HEADER * place for place in range(len(served[-1]))]
+    for place in [0, 1, *trees, *(each + 1 for each in trees)]:
         other = payloads.copy()
         other[-1, place] += 1
         if place >= NUM_HEADER and not any(drafts[0].served[rank] for rank in range(len(payloads) - 1)):

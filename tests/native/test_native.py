@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -38,12 +39,12 @@ sizes = st.builds(
     trie_capacity=st.sampled_from([1, 50, 200, 10_000]),
 )
 plans = st.builds(
-    Plan,
+    lambda ranks, **rest: Plan(num_ranks=ranks[0], num_drafting=ranks[1], **rest),
     seed=st.integers(0, 2**32),
     sizes=sizes,
     num_sequences=st.integers(1, 3),
     num_steps=st.just(10),
-    num_ranks=st.sampled_from([1, 1, 2, 5]),
+    ranks=st.sampled_from([(1, 0), (1, 0), (2, 0), (5, 0), (2, 1), (5, 2)]),
     vocabulary=st.sampled_from([2, 8, 60, 2**31 - 1]),
     shares=st.booleans(),
     adaptive=st.booleans(),
@@ -63,6 +64,17 @@ def test_the_extension_is_built_wherever_there_is_a_compiler() -> None:
 @given(plan=plans)
 def test_steps_are_equal(plan: Plan) -> None:
     assert_equal(run(PURE, plan), run(NATIVE, plan))
+
+
+@needs_native
+@pytest.mark.parametrize("num_ranks, num_drafting", [(2, 1), (4, 2)])
+def test_what_ranks_that_only_draft_have_found_is_the_same(num_ranks: int, num_drafting: int) -> None:
+    """The trees that follow hold it: without these ranks' blocks they are others."""
+    sizes = TreeSizes(trie_nodes=16, num_guesses=12)
+    plan = Plan(seed=3, sizes=sizes, num_ranks=num_ranks, num_drafting=num_drafting, vocabulary=60, repeats=0.2)
+    expected = of_the_specification(plan)
+    assert_equal(expected, run(NATIVE, plan))
+    assert expected != run(PURE, replace(plan, leaves_out=True))
 
 
 @needs_native

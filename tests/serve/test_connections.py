@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import ssl
+import struct
 import subprocess
 import threading
 import time
@@ -446,6 +447,18 @@ def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(kind):
             wait_for(lambda: alive() <= before, 5)
         finally:
             gc.enable()
+
+
+def test_an_answer_that_breaks_off_ahead_of_further_requests_is_no_error(kind, caplog):
+    """uvicorn tells only the latest request of a connection that it is lost: the others are answered to their end."""
+    with running(kind) as service:
+        with service.connect() as link:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            link.sendall(GET % b"big" + GET % b"")
+            wait_for(lambda: service.app.calls, 5)
+        assert service.ask() == (200, b"ok")
+        time.sleep(0.2)
+    assert not [each for each in caplog.records if each.exc_info], caplog.text
 
 
 # Seeded faults: each breaks one limit, and the test of that limit must notice.
