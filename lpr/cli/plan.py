@@ -295,7 +295,8 @@ def show_divided(plan: Plan, console: Console) -> None:
     best = {at: {str(each.roles): each for each in reversed(found)} for at, found in plan.divided.items()}
     if names:
         rows = [(name, *(str(best[at][name]) for at in plan.divided)) for name in names]
-        console.print(table("ranks that draft with a copy (--draft-ranks), one sequence, simulated", columns, rows))
+        console.print(table("ranks that draft with a copy, one sequence, simulated", columns, rows))
+        console.print("--draft-ranks runs the division into tp 1 alone; several copies are counted as one")
 
 
 def copies_of(plan: Plan) -> dict[str, int]:
