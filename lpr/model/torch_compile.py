@@ -1,9 +1,10 @@
 """Captured steps through torch.compile: what lies between the matrix products of a layer becomes a few kernels.
 
-The whole forward is one graph of operators with symbolic sizes: four forms serve all shapes of steps, as a size of 1 is
-one of its own for sequences and for entries. Each takes a minute or two to compile for a model of 32 layers; a later
-start reads it from disk. The collectives of a tensor-parallel replica are operators of the graph: kernels end in front
-of them, and they begin again behind. Only captured steps are compiled, and where the compiler fails they go on without.
+The whole forward is one graph of operators with symbolic sizes. Three forms serve all packed steps and four all padded
+ones, as a size of 1 is one of its own for sequences and for entries. Each takes a minute or two to compile for a model
+of 32 layers; a later start reads it from disk. The collectives of a tensor-parallel replica are operators of the graph:
+kernels end in front of them, and they begin again behind. Only captured steps are compiled, and where the compiler
+fails they go on without.
 """
 
 from __future__ import annotations
