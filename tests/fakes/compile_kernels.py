@@ -112,18 +112,20 @@ def main() -> None:
         constants = {
             "NUM_KV_HEADS": 8, "GROUP": 8, "D": dim, "DV": dim, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
             "BLOCK_D": dim, "BLOCK_DV": dim, "NUM_SPLITS": tiles.num_splits, "UPCAST": False,
-            "IS_SPLIT": tiles.num_splits > 1,
+            "IS_SPLIT": tiles.num_splits > 1, "PAGE": 16,
             **{name: name in rules for name in EVERYTHING},
         }  # fmt: skip
         about = {"arch": arch, "dtype": str(dtype), "dim": dim, "num_rows": num_rows, **asdict(tiles)}
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        compiled.append({"kernel": "attend", **about, **build(attend, arch, dtype, constants, **options)})
+        for is_packed in (False, True):
+            made = build(attend, arch, dtype, {**constants, "PACKED": is_packed}, **options)
+            compiled.append({"kernel": "attend", "packed": is_packed, **about, **made})
         if tiles.num_splits > 1:
             compiled.append({"kernel": "combine", **about, **build(combine, arch, dtype, constants, num_warps=4)})
     for arch, dtype, dim, rules in EXACT_VARIANTS:
         constants = {
             "NUM_KV_HEADS": 8, "GROUP": 7, "D": dim, "DV": dim, "TOKENS": 2, "BLOCK_M": 16, "BLOCK_N": 64,
-            "BLOCK_D": dim, "BLOCK_DV": dim, "SPLIT": 8, "UPCAST": False,
+            "BLOCK_D": dim, "BLOCK_DV": dim, "SPLIT": 8, "UPCAST": False, "PAGE": 16,
             **{name: name in rules for name in EVERYTHING},
         }  # fmt: skip
         about = {"arch": arch, "dtype": str(dtype), "dim": dim}
