@@ -75,7 +75,7 @@ class Connection(_Base):
         self._body = self._framing = 0  # bytes of the body so far, and of what surrounds its pieces
         self._is_ahead = False  # True if the client has sent too many requests ahead of their answers
         self.socket: socket.socket | None = None
-        self._waits: Waits | None = Waits.HEAD
+        self.waits: Waits | None = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go; small, so that one client cannot hold up the event loop."""
@@ -179,9 +179,9 @@ class Connection(_Base):
         if not self._is_between_requests:
             self._head.clear()
         waits = self._waits_for()
-        if waits is self._waits:
+        if waits is self.waits:
             return
-        self._waits = waits
+        self.waits = waits
         if waits is None:
             self._port.work(self)
         else:

@@ -4,6 +4,9 @@ A connection waits for its client while the head or the body of a request is inc
 client does not take the answer. Beyond the limit, a new connection takes the place of the one that has waited longest.
 So idle clients keep nobody out. Only if all connections are being answered, a new one gets a 503.
 
+A connection costs microseconds until its first byte: a socket and a reader. What a connection needs besides, half a
+millisecond, is made when it speaks, for a few in each turn of the event loop. So floods of connections hold up nobody.
+
 asyncio's own servers count nothing, do not show half a TLS handshake, and loop when no file descriptor is left.
 """
 
@@ -13,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import select
 import socket
 import ssl
 import sys
@@ -25,11 +29,36 @@ from lpr.serve.errors import RETRY_AFTER
 RESERVED_FILES = 128
 """File descriptors for the link to the ranks, child processes, files, refused connections and --metrics-port."""
 FEWEST = 8  # connections that are accepted even if files are scarce
-_ACCEPTS = 16  # connections that are accepted in one turn of the event loop
+_ACCEPTS = 256  # connections that are accepted in one turn of the event loop
+_BEGINS = 8  # connections that are set up in one turn of the event loop
+_HANGS_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 _MOST_REFUSED = 16  # refused connections that stay open until their client has read why
 MOST_LINGERING = 32
 """Connections that stay open after an early answer. Reading what so many clients still send costs time."""
 SWEEP_SECONDS = 0.5  # how often connections that have waited too long are ended
+
+
+class Silent:
+    """A connection that has not said anything."""
+
+    __slots__ = ("fd", "loop", "socket")
+
+    def __init__(self, accepted: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self.socket, self.loop = accepted, loop
+        self.fd = accepted.fileno()
+
+    def poll(self) -> int:
+        """What has come: POLLIN, and that the client has closed it. Where the system does not tell, bytes hide that."""
+        events = select.poll()
+        events.register(self.fd, select.POLLIN | _HANGS_UP)
+        return sum(seen for _, seen in events.poll(0))
+
+    def end(self) -> None:
+        self.loop.remove_reader(self.fd)
+        self.socket.close()
+
+
+Held = Connection | Silent
 
 
 class Port:
@@ -40,10 +69,13 @@ class Port:
         self.number: int = listening.getsockname()[1]
         self._socket = listening
         self._tls = tls
-        self._open: set[Connection] = set()
-        self._waiting: dict[Connection, float] = {}  # until when; the first has waited longest
-        self._lingering: set[Connection] = set()
-        self._handshakes: dict[Connection, asyncio.Task[None]] = {}
+        self._open: set[Held] = set()
+        self._waiting: dict[Held, float] = {}  # until when; the first has waited longest
+        self._speaking: deque[Silent] = deque()  # those whose first bytes have come
+        self._most_speaking = max(1, most // 2)  # behind so many of them no connection is accepted
+        self._is_paused = False
+        self._lingering: set[Held] = set()
+        self._handshakes: dict[Held, asyncio.Task[None]] = {}
         self._refused: deque[socket.socket] = deque()
         self._sweeping: asyncio.TimerHandle | None = None
         self.is_closed = False
@@ -72,30 +104,31 @@ class Port:
         self._sweep()
 
     def close(self) -> None:
-        """Accept no more connections, and end those that are in a TLS handshake."""
+        """Accept no more connections, and end those that are in a TLS handshake or have said nothing."""
         self.is_closed = True
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._loop.remove_reader(self._socket)
         self._socket.close()
-        for connection in list(self._handshakes):
+        for connection in [each for each in self._open if each in self._handshakes or isinstance(each, Silent)]:
             self._end(connection)
+        self._speaking.clear()
         while self._refused:
             self._refused.popleft().close()
 
     # Called by connections.
 
-    def wait(self, connection: Connection, waits: Waits) -> None:
+    def wait(self, connection: Held, waits: Waits) -> None:
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = self._loop.time() + SECONDS[waits]
             if waits is Waits.LINGER:
                 self._lingering.add(connection)
 
-    def work(self, connection: Connection) -> None:
+    def work(self, connection: Held) -> None:
         self._waiting.pop(connection, None)
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: Held) -> None:
         self._waiting.pop(connection, None)
         self._open.discard(connection)
         self._lingering.discard(connection)
@@ -104,6 +137,8 @@ class Port:
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS):
+            if self._is_paused:
+                return
             try:
                 accepted, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -113,16 +148,56 @@ class Port:
                 return
             accepted.setblocking(False)
             if len(self._open) < self.most or self._end_longest_waiting():
-                self._begin(accepted)
+                self._listen(accepted)
             else:
                 self._refuse(accepted)
 
+    def _listen(self, accepted: socket.socket) -> None:
+        """Wait for a connection's first bytes. With TLS the handshake is what it waits for."""
+        if self._tls is not None:
+            self._begin(accepted)
+            return
+        silent = Silent(accepted, self._loop)
+        self._open.add(silent)
+        self.wait(silent, Waits.HEAD)
+        self._loop.add_reader(silent.fd, self._hear, silent)
+        self._hear(silent)  # most clients have sent their request already
+
+    def _hear(self, silent: Silent) -> None:
+        """Take a connection that speaks. One whose client has gone ends here, whatever it has said before."""
+        events = silent.poll()
+        if events & _HANGS_UP:
+            self._end(silent)
+        elif events:
+            self._loop.remove_reader(silent.fd)
+            self.work(silent)
+            self._speaking.append(silent)
+            if len(self._speaking) == 1:
+                self._loop.call_soon(self._begin_some)
+            if len(self._speaking) >= self._most_speaking and not self._is_paused:
+                self._is_paused = True
+                self._loop.remove_reader(self._socket)
+
+    def _begin_some(self) -> None:
+        """Set up the next connections that speak."""
+        for _ in range(min(_BEGINS, len(self._speaking))):
+            silent = self._speaking.popleft()
+            self.lost(silent)
+            self._begin(silent.socket)
+        if self._speaking:
+            self._loop.call_soon(self._begin_some)
+        if self._is_paused and len(self._speaking) < self._most_speaking:
+            self._is_paused = False
+            self._resume()
+
     def _begin(self, accepted: socket.socket) -> None:
-        """Open a connection. It waits at once: further ones may be accepted before its task runs."""
+        """Set up a connection. With TLS it waits at once; else it has said something, and is waited for."""
         connection = self._make()
         connection.socket = accepted
         self._open.add(connection)
-        self.wait(connection, Waits.HEAD)
+        if self._tls is not None:
+            connection.waits = Waits.HEAD
+            self.wait(connection, Waits.HEAD)
         task = self._handshakes[connection] = self._loop.create_task(self._connect(connection, accepted))
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -152,7 +227,7 @@ class Port:
             self._end(connection)
         return connection is not None
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: Held) -> None:
         self.lost(connection)
         task = self._handshakes.get(connection)
         if task is not None:

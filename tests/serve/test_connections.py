@@ -85,6 +85,10 @@ def running(kind, most=8, tls=None):
         opened.append(socket.create_connection(("127.0.0.1", listening.number), timeout=5))
         return opened[-1]
 
+    def is_set_up():
+        """True if a connection has a transport."""
+        return any(isinstance(each, Connection) and each.transport for each in list(listening._open))
+
     def ask(path=b"", link=None):
         link = link or connect()
         link.sendall(GET % path)
@@ -95,7 +99,7 @@ def running(kind, most=8, tls=None):
         server.should_exit = True
 
     try:
-        yield SimpleNamespace(app=app, connect=connect, ask=ask, loop=loop)
+        yield SimpleNamespace(app=app, connect=connect, ask=ask, loop=loop, is_set_up=is_set_up)
     finally:
         app.release.set()
         for link in opened:
@@ -176,9 +180,10 @@ def test_many_requests_on_one_connection(kind):
 
 def test_idle_connections_keep_nobody_out(kind):
     with running(kind, most=8) as service:
-        idle = [service.connect() for _ in range(8)]
+        idle = [service.connect()]
         idle[0].sendall(b"GET / HT")
         time.sleep(0.05)
+        idle += [service.connect() for _ in range(7)]
         for _ in range(3):
             assert service.ask() == (200, b"ok")
         assert read(idle[0])[0] == 408  # the first to come has waited longest, and had begun a head
@@ -359,12 +364,36 @@ def test_a_body_in_small_pieces_is_refused_and_read_little_at_a_time(kind, size,
 def test_a_client_that_has_gone_is_seen_before_it_is_worked_for(kind):
     """Its end is in the socket, though the event loop has not read it yet."""
     with running(kind) as service:
-        assert service.ask(b"gone") == (200, b"ok")
         leaving = service.connect()
+        assert service.ask(b"gone", leaving) == (200, b"ok")
         leaving.sendall(GET % b"gone")
         leaving.close()
         wait_for(lambda: len(service.app.saw_gone) == 2)
         assert service.app.saw_gone == [False, True]
+
+
+def test_a_connection_is_set_up_when_it_speaks_and_not_if_it_has_gone(kind, monkeypatch):
+    made, was_made = [], Connection.connection_made
+    monkeypatch.setattr(Connection, "connection_made", lambda self, _: made.append(self) or was_made(self, _))
+    with running(kind) as service:
+        silent = [service.connect() for _ in range(5)]
+        service.loop.call_soon_threadsafe(time.sleep, 0.3)
+        for words in (b"", GET % b""):
+            gone = service.connect()
+            gone.sendall(words)
+            gone.close()
+        assert service.ask() == (200, b"ok") and service.app.calls == 1 and len(made) == 1
+        assert service.ask(b"", silent[3]) == (200, b"ok") and len(made) == 2
+
+
+def test_what_has_been_said_is_answered_however_many_speak_at_once(kind):
+    """They wait for the service, and not it for them: no further connection takes their place."""
+    with running(kind, most=96) as service:
+        service.loop.call_soon_threadsafe(time.sleep, 0.5)
+        links = [service.connect() for _ in range(120)]
+        for link in links:
+            link.sendall(GET % b"")
+        assert [read(link) for link in links] == [(200, b"ok")] * 120
 
 
 def test_an_answer_before_the_end_of_the_body_arrives(kind, impatient):
@@ -443,7 +472,8 @@ def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(kind):
                         link.sendall(begun)
                         if begun == GET % b"":
                             assert read(link) == (200, b"ok")
-                        time.sleep(0.02)
+                        if begun:
+                            wait_for(service.is_set_up, 5)
             wait_for(lambda: alive() <= before, 5)
         finally:
             gc.enable()
@@ -484,7 +514,8 @@ def every_byte_begins_the_wait_anew(patch):
 
 
 def answers_give_way(patch):
-    patch.setattr(Port, "work", lambda self, connection: self.wait(connection, Waits.IDLE))
+    was = Connection._waits_for
+    patch.setattr(Connection, "_waits_for", lambda self: was(self) or Waits.IDLE)
 
 
 def heads_have_no_end(patch):
@@ -500,7 +531,13 @@ def lost_connections_keep_themselves(patch):
     patch.setattr("lpr.serve.connections._Transport.forget", lambda self: None)
 
 
+def those_who_speak_give_way(patch):
+    patch.setattr(Port, "_hear", lambda self, silent: self._loop.call_later(0.05, hear, self, silent))
+
+
+hear = Port._hear
 FOUND_BY = {
+    those_who_speak_give_way: lambda kind, _: test_what_has_been_said_is_answered_however_many_speak_at_once(kind),
     nobody_waits: lambda kind, _: test_idle_connections_keep_nobody_out(kind),
     every_byte_begins_the_wait_anew: test_a_head_has_its_time_however_it_trickles,
     answers_give_way: lambda kind, _: test_only_if_all_are_being_answered_a_new_one_is_refused(kind),
