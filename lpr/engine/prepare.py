@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -211,7 +210,7 @@ def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache
 def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm) -> None:
     """Make a low-bit copy of the model that drafts; raises InputError where a form that is asked for cannot be made."""
     named = "int8" if options.self_draft == "off" else options.self_draft  # of a rank that only drafts
-    form = cast(Form, _auto_form(model) if named == "auto" else named)
+    form = _auto_form(model) if named == "auto" else named
     is_wanted = options.self_draft != "auto" or comm.num_drafting > 0
     why, began = why_no_copy(like, comm) or why_no_copy_in(model.model, form), time.perf_counter()
     try:

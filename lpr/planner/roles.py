@@ -117,7 +117,8 @@ def pipelined(setting: Setting, roles: Roles, agreement: Agreement, inputs: Inpu
     payload = best.payload_bytes(1) + 8 * LONGEST
     gather = lp_seconds(ranks, payload, setting.machine, inputs)
     # Once for each length of a chain: a simulation asks thousands of times.
-    steps = [setting.step_of(Mesh(1, roles.verify), *[best.nodes + count] * 2, payload, inputs) for count in COUNTS]
+    sizes = [best.nodes + count for count in COUNTS]
+    steps = [setting.step_of(Mesh(1, roles.verify), size, size, payload, inputs) for size in sizes]
     times = [each.forward + each.tp + each.host + gather for each in steps]
     return simulate(times.__getitem__, _pass(setting, roles.draft, agreement.form, inputs), agreement.share, text)
 

@@ -35,6 +35,7 @@ def application(monkeypatch):
         async def remote(self, method, path, headers, body):
             asked.append((method, path, headers, body))
             yield 200, {"content-type": "application/json"}
+            await asyncio.sleep(0.01)
             yield b'{"ok": true}'
 
     front = launched.Front(Meshes(), launched.Settings(flags="--api-key secret --max-body 2000 --no-access-log"))
@@ -45,6 +46,15 @@ def application(monkeypatch):
 
     yield app, asked
     sys.modules.pop("serve_ray", None)
+
+
+def ask(app, *request, **more):
+    async def answered():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(*request, **more)
+
+    return asyncio.run(answered())
 
 
 CASES = [
@@ -64,13 +74,17 @@ def test_what_a_mesh_would_refuse_is_refused_in_front(application, headers, body
     app, asked = application
     content = body if isinstance(body, str) else json.dumps(body)
 
-    async def ask():
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            given = {"content-type": "application/json", **headers}
-            return await client.post("/v1/completions", content=content, headers=given)
-
-    answer = asyncio.run(ask())
+    answer = ask(
+        app, "POST", "/v1/completions", content=content, headers={"content-type": "application/json", **headers}
+    )
     assert answer.status_code == status, answer.text
     assert bool(asked) == (status == 200)
     assert not asked or json.loads(asked[0][3])["prompt"] == "a"
+
+
+@pytest.mark.parametrize("body", [b"", b"not read"])
+def test_an_answer_without_a_body_in_its_request_comes_whole(application, body):
+    """A stream ends when its client has gone, and a guard had said so as soon as there was no body to read."""
+    app, asked = application
+    answer = ask(app, "GET", "/v1/models", content=body, headers=KEY)
+    assert (answer.status_code, answer.content, len(asked)) == (200, b'{"ok": true}', 1)

@@ -160,7 +160,7 @@ class Guard:
                 if is_gone():
                     return
             else:
-                receive = _without_body()
+                receive = _without_body(receive)
             await self._app(scope, receive, numbered)
         except ApiError as failure:
             await failure.response(scope["path"])(scope, receive, numbered)
@@ -285,14 +285,21 @@ def _declares_body(headers: Mapping[str, str]) -> bool:
     return headers.get("content-length", "0").strip() != "0" or "transfer-encoding" in headers
 
 
-def _without_body() -> Receive:
-    """A `receive` for requests whose body nobody reads: an empty one, and no more."""
+def _without_body(receive: Receive) -> Receive:
+    """A `receive` for requests whose body nobody reads: an empty one, and then that the client has gone.
+
+    A streamed answer waits for that, and would end if it came at once.
+    """
     pending: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 
-    async def receive() -> Message:
-        return pending.pop() if pending else {"type": "http.disconnect"}
+    async def nothing() -> Message:
+        if pending:
+            return pending.pop()
+        while (message := await receive())["type"] == "http.request":
+            pass
+        return message
 
-    return receive
+    return nothing
 
 
 def _check_type(scope: Scope, headers: Mapping[str, str]) -> None:
