@@ -147,7 +147,8 @@ class Driver:
                 newcomers += command.replicas
             else:
                 self.replica.apply(command)
-        if newcomers:  # last, as they do not know the commands that came with theirs
+        # Last, as they do not know the commands that came with theirs. One that ends the job is waited for by nobody.
+        if newcomers and self.replica.closed is None:
             self.replica.apply(TakeIn(newcomers))
 
     def _follow_mesh(self) -> None:

@@ -165,6 +165,8 @@ class ElasticWorld:
         self._threads: list[threading.Thread] = []
         self.failures: dict[int, BaseException] = {}
         self.died: set[int] = set()
+        self._beats: dict[int, DirectHeartbeat] = {}
+        self._is_over = False
 
     def count(self, name: str, index: int) -> None:
         """Note that a collective was begun."""
@@ -181,7 +183,7 @@ class ElasticWorld:
         def connect(name: str, rank: int, size: int, find_loss: FindLoss, is_start: bool) -> Group:
             return ThreadGroup(self, name, rank, size)
 
-        beat = DirectHeartbeat(rendezvous)
+        beat = self._beats[replica] = DirectHeartbeat(rendezvous)
         members = Membership(rendezvous, beat, connect, self.num_replicas, joins=joins, timeout=WAIT)
         return ProcessComm(members)
 
@@ -193,10 +195,12 @@ class ElasticWorld:
             try:
                 comm = self.comm(replica, joins)
                 program(comm)
+                self._end()
             except RankDiedError:
                 self.died.add(replica)
             except BaseException as failure:
-                self.failures[replica] = failure
+                if not (self._is_over and isinstance(failure, CommError)):
+                    self.failures[replica] = failure
             finally:
                 # What a supervisor and the kernel do when a process ends.
                 self.rendezvous(replica).mark_dead(replica, "it has ended")
@@ -206,6 +210,13 @@ class ElasticWorld:
         thread = threading.Thread(target=main, daemon=True)
         self._threads.append(thread)
         thread.start()
+
+    def _end(self) -> None:
+        """End the replicas that wait to join a job that is over."""
+        self._is_over = True
+        for replica, beat in self._beats.items():
+            if self.rendezvous(replica).welcomed() is None and replica >= self.num_replicas:
+                beat.failure = "the job is over"
 
     def await_end(self, replica: int) -> None:
         """Wait until a replica has ended."""
