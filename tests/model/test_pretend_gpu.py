@@ -82,11 +82,12 @@ def ids(engine: Engine, params: list[SamplingParams]) -> list[list[int]]:
 
 
 def check(
-    machine: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], names: Any, **options: Any
-) -> Engine:
+    machine: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], names: Any,
+    decode: DecodeConfig = DECODE, **options: Any,
+) -> Engine:  # fmt: skip
     """Decode on the pretend GPU and compare with the CPU; count what a step may do."""
     # Pages that go to host memory are read, too, though nobody waits for them.
-    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, swap_space=0, **options)
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=decode, swap_space=0, **options)
     assert engine.model.attention == options.get("attention", "triton"), "fell back"
     assert (engine.model.graphs is not None) == options.get("graphs", True)
     assert gpu_pick(engine.model.device) is sampling_kernel, "sampling fell back"
@@ -147,13 +148,13 @@ def test_prompts_and_trees_are_one_captured_step(
 def test_without_graphs_and_without_the_kernel(
     options: dict[str, Any], gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]
 ) -> None:
-    check(gpu, model, expected, ("mixed",), **options)
+    check(gpu, model, expected, ("mixed",), SMALL, **options)
 
 
 def test_processors(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
-    """One wait a step, as every other step has."""
+    """One wait a step, as every other step has. The faults below are looked for in such an engine."""
     replays = gpu.num_replays
-    check(gpu, model, expected, ("processed",))
+    check(gpu, model, expected, ("processed", "mixed"), SMALL)
     assert gpu.num_replays > replays + 5
 
 
@@ -440,7 +441,7 @@ def test_faults_are_noticed(
 ) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, PretendError, RuntimeError, InputError)):
-        check(gpu, model, expected, ("mixed",), **options)
+        check(gpu, model, expected, ("mixed",), SMALL, **options)
 
 
 @pytest.mark.parametrize("fault", [False, True])

@@ -8,7 +8,7 @@ import torch
 
 from tests.fakes.again import again
 from tests.model.exact import test_check as fast
-from tests.model.exact.test_check import attention, by_torch, half_model, two_threads
+from tests.model.exact.test_check import attention, by_torch, half_ids, half_model, two_threads
 
 OTHERS = [each for each in fast.DTYPES if each != torch.bfloat16]
 

@@ -39,22 +39,26 @@ def _without_nan(codes: torch.Tensor) -> torch.Tensor:
     return torch.where((codes == 127) | (codes == -1), 3, codes).to(torch.int8).view(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("has_zero", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs", "group"), [(40, 72, 72), (33, 128, 32), (64, 200, 16), (96, 384, 128)])
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "fp4"])
+SIZES = [(40, 72, 72), (33, 128, 32), (64, 200, 16), (96, 384, 128)]
+"""Outputs, inputs, and inputs of a group."""
+CASES = [
+    (kind, *sizes, (i + j) % 2 > 0, DTYPES[(i + j // 2) % len(DTYPES)])
+    for i, kind in enumerate(("int8", "fp8", "int4", "fp4"))
+    for j, sizes in enumerate(SIZES)
+]
+"""Each kind with all sizes; zero points and dtypes alternate, so that each two values meet."""
+
+
+@pytest.mark.parametrize(("kind", "outputs", "inputs", "group", "has_zero", "dtype"), CASES, ids=str)
 def test_products(kind: Kind, outputs: int, inputs: int, group: int, has_zero: bool, dtype: torch.dtype) -> None:
     coding = Coding(kind, inputs, group, has_zero)
     rows, tolerance = weight(coding, outputs), 1e-4 if dtype is torch.float32 else 2e-2
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    for count in (1, 5, 17):
+    for count, each in ((1, None), (5, bias), (17, None)):
         given = torch.randn(1, count, inputs, generator=torch.Generator().manual_seed(count)).to(DEVICE, dtype)
-        for each in (None, bias):
-            found = coded_kernel.multiply(coding, rows, given, each)
-            expected = F.linear(
-                given.float(), coding.to_dense(rows, dtype).float(), None if each is None else each.float()
-            )
-            assert torch.allclose(found.float(), expected, rtol=tolerance, atol=tolerance)
+        found = coded_kernel.multiply(coding, rows, given, each)
+        expected = F.linear(given.float(), coding.to_dense(rows, dtype).float(), None if each is None else each.float())
+        assert torch.allclose(found.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_groups_that_are_too_small_for_a_tensor_core_have_no_kernel() -> None:
