@@ -36,7 +36,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 MXFP4 = Case({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}, None)
 
 
-def check_ids(engine: Engine, reference: Any, count: int = 40) -> None:
+def check_ids(engine: Engine, reference: Any, count: int = 16) -> None:
     """Plain and drafted ids are those that `generate` finds with the dequantised weights."""
     expected = [stock_greedy(reference, prompt, count) for prompt in PROMPTS]
     for decode in DECODES:

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,16 @@ CASES: dict[str, tuple[SamplingParams, SamplingParams, Callable[[], list[Process
 }
 
 
+@cache
+def plain_texts(model: PreTrainedModel, case: str) -> list[list[int]]:
+    _, plain_params, processors = CASES[case]
+    return [plain_decoding(model, prompt, 25, processors(), plain_params) for prompt in PROMPTS]
+
+
 def check(engine: Engine, model: PreTrainedModel, case: str) -> None:
-    params, plain_params, processors = CASES[case]
+    params, _, processors = CASES[case]
     own = [sticky] if sticky in processors() else []
-    expected = [plain_decoding(model, prompt, 25, processors(), plain_params) for prompt in PROMPTS]
+    expected = plain_texts(model, case)
     engine.configure(TREES)
     done = engine.generate(PROMPTS, SamplingParams(**{**vars(params), "max_new_tokens": 25}), own)
     assert [each.token_ids for each in done] == expected
@@ -163,9 +170,9 @@ def test_equals_plain_decoding(engine: Engine, model: PreTrainedModel, case: str
 
 @pytest.mark.parametrize("case", ["user", "penalties, then user, then sampling"])
 def test_ranks_agree(model: PreTrainedModel, case: str) -> None:
-    params, plain_params, processors = CASES[case]
+    params, _, processors = CASES[case]
     own = [sticky] if sticky in processors() else []
-    expected = [plain_decoding(model, prompt, 25, processors(), plain_params) for prompt in PROMPTS]
+    expected = plain_texts(model, case)
 
     def program(comm: ThreadComm) -> list[Completion]:
         engine = Engine.from_model(model, decode=TREES, comm=comm)
