@@ -70,6 +70,12 @@ def ids(completions: Sequence[Completion]) -> list[list[int]]:
     return [each.token_ids for each in completions]
 
 
+@cache
+def plain_ids(*params: SamplingParams) -> list[list[int]]:
+    """Of the prompts, each by its own."""
+    return ids(plain().generate(PROMPTS, params))
+
+
 def copied(completions: Sequence[Completion]) -> tuple[int, int]:
     """Nodes of the copy that were drafted and accepted."""
     counts = [each.stats.sources["copy"] for each in completions if "copy" in each.stats.sources]
@@ -81,7 +87,7 @@ def test_ids_are_those_of_plain_decoding(form: str, attention: str) -> None:
     engine = drafting(form=form, attention=attention)
     for params in (GREEDY, SAMPLED):
         done = engine.generate(PROMPTS, params)
-        assert ids(done) == ids(plain().generate(PROMPTS, params))
+        assert ids(done) == plain_ids(*params)
         drafted, accepted = copied(done)
         assert accepted > (60 if form == "int8" else 20)
 
@@ -97,7 +103,7 @@ def test_sampling_agrees_as_much_as_greedy_decoding() -> None:
 )
 def test_ranks(num_ranks: int, decode: DecodeConfig) -> None:
     params = [GREEDY[0], *SAMPLED[1:]]
-    expected = ids(plain().generate(PROMPTS, params))
+    expected = plain_ids(*params)
     every = generate_on(num_ranks, model_of(), decode, PROMPTS, params, fix, self_draft="int4")
     for completions in every:
         assert ids(completions) == expected and copied(completions)[1] > 20
@@ -129,7 +135,7 @@ def test_auto_makes_passes_in_some_steps_and_none_in_others(monkeypatch: pytest.
     drafter = engine.model.self_drafter
     assert drafter is not None and drafter.copy.form == ("int4" if can_tile(torch.float32, 2) else "int8")  # type: ignore[attr-defined]
     for params in (GREEDY, SAMPLED, [replace(each, seed=each.seed + 4) for each in SAMPLED]):
-        assert ids(engine.generate(PROMPTS, params)) == ids(plain().generate(PROMPTS, params))
+        assert ids(engine.generate(PROMPTS, params)) == plain_ids(*params)
     for drafts in (False, True):
         ways = [way for key, way in drafter.passes._ways.items() if key[-1] is drafts]
         assert sum(way.num_steps for way in ways) > 20, "both ways are counted"
@@ -161,7 +167,7 @@ def test_penalties_and_limits_act_on_drafts(rule: dict[str, Any]) -> None:
     for each in (GREEDY[0], SAMPLED[1]):
         params = [replace(each, seed=seed, **rule) for seed in range(4)]
         done = engine.generate(PROMPTS, params)
-        assert ids(done) == ids(plain().generate(PROMPTS, params))
+        assert ids(done) == plain_ids(*params)
         drafted, accepted = copied(done)
         assert accepted >= 0.6 * sum(each.stats.num_tokens - each.stats.num_steps for each in done)
 
@@ -266,7 +272,7 @@ def test_the_drop_in_drafts_with_a_copy() -> None:
 def run_with(patch: Callable[[pytest.MonkeyPatch], None] | None, form: str = "int4") -> tuple[bool, int]:
     """Whether ids of two ranks are those of plain decoding under a fault, and the accepted nodes of the copy."""
     params = [GREEDY[0], *SAMPLED[1:]]
-    expected = ids(plain().generate(PROMPTS, params))
+    expected = plain_ids(*params)
     decode = replace(DECODE, home_ranks=0, max_batch_size=4)
     with pytest.MonkeyPatch.context() as context:
         if patch is not None:
