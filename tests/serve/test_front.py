@@ -310,7 +310,7 @@ def test_the_template_is_told_more(service):
 def test_an_answer_dumped_by_openais_client_can_be_sent_back(service):
     openai = pytest.importorskip("openai")
     messages = [{"role": "user", "content": "u"}]
-    with openai.OpenAI(base_url=service.url + "/v1", api_key="none", timeout=20, max_retries=0) as client:
+    with openai.OpenAI(base_url=service.url + "/v1", api_key="none", timeout=120, max_retries=0) as client:
         said = client.chat.completions.create(model="fake", messages=messages).choices[0].message.model_dump()
         assert {"tool_calls", "function_call", "audio", "annotations"} <= set(said)
         client.chat.completions.create(model="fake", messages=[*messages, said, *messages])
@@ -685,7 +685,7 @@ def test_an_error_of_the_engine_is_an_error_in_both_forms(service):
 
     def ask(stream):
         body = {"prompt": PROMPT, "stream": stream}
-        answers.append(httpx.post(service.url + "/v1/completions", json=body, timeout=20))
+        answers.append(httpx.post(service.url + "/v1/completions", json=body, timeout=120))
 
     threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
     for thread in threads:
@@ -948,13 +948,13 @@ def test_one_key_cannot_end_the_request_of_another(tmp_path):
         service.driver.hold = True
         body, of = {"prompt": PROMPT, "request_id": "mine"}, lambda key: {"Authorization": f"Bearer {key}"}
         thread = threading.Thread(
-            target=lambda: httpx.post(service.url + "/v1/completions", json=body, headers=of("a"), timeout=20)
+            target=lambda: httpx.post(service.url + "/v1/completions", json=body, headers=of("a"), timeout=120)
         )
         thread.start()
         wait_for(lambda: service.front.context.open)
         error_of(service.client.delete("/v1/requests/mine", headers=of("b")), 404, "request_id")
         other = threading.Thread(
-            target=lambda: httpx.post(service.url + "/v1/completions", json=body, headers=of("b"), timeout=20)
+            target=lambda: httpx.post(service.url + "/v1/completions", json=body, headers=of("b"), timeout=120)
         )
         other.start()
         wait_for(lambda: len(service.front.context.open) == 2)  # ids of one key are free for another

@@ -200,7 +200,7 @@ def ask_in_thread(service, name, **body):
     """Ask with a key; returns a function that waits for the answer."""
     answers = []
     url, body = service.url + "/v1/completions", {"prompt": "p", "max_tokens": 4, **body}
-    thread = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, headers=key(name), timeout=30)))
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, headers=key(name), timeout=120)))
     thread.start()
 
     def answer():

@@ -8,7 +8,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 
 import lpr
@@ -122,6 +121,8 @@ def a_stream_is_the_same_text_in_one_event_per_step(service, engine):
 
 
 def openais_client_completes_streams_chats_and_gets_its_exceptions(service, engine):
+    import openai
+
     client = openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0)
     body = {"prompt": PROMPTS[0], "max_tokens": 20, "temperature": 0.8, "seed": 5}
     one = expected(engine, [body])[0]

@@ -4,9 +4,7 @@ import json
 import socket
 import threading
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from lpr.fleet.resume import Resumption
@@ -33,11 +31,14 @@ USER = [{"role": "user", "content": "u"}]
 
 @pytest.fixture(scope="module")
 def service():
+    import anthropic  # five seconds, which only the worker that needs it spends
+    import openai
+
     said = facts(tokenizer=tokenizer_json(), vocab_size=4096, max_length=2048, chat_templates={"default": TEMPLATE},
                  generation={"temperature": 0.25, "top_k": 7, "max_new_tokens": 99})  # fmt: skip
     with served(said) as running:
-        running.openai = openai.OpenAI(base_url=running.url + "/v1", api_key="none", timeout=20, max_retries=0)
-        running.anthropic = anthropic.Anthropic(base_url=running.url, api_key="none", timeout=20, max_retries=0)
+        running.openai = openai.OpenAI(base_url=running.url + "/v1", api_key="none", timeout=120, max_retries=0)
+        running.anthropic = anthropic.Anthropic(base_url=running.url, api_key="none", timeout=120, max_retries=0)
         running.driver.per_step = 3
         yield running
         running.openai.close()
@@ -389,6 +390,8 @@ def test_a_message_that_the_client_has_begun_goes_on(service):
 
 
 def test_errors_of_messages_have_anthropics_shape(service):
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError):
         service.anthropic.messages.create(model="other model", max_tokens=5, messages=USER)
     with pytest.raises(anthropic.BadRequestError) as caught:
@@ -508,11 +511,13 @@ def test_a_client_that_goes_ends_its_request_on_every_route(service, path, strea
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_of_anthropic_raises_for_a_deleted_request_and_does_not_ask_again(service, stream):
+    import anthropic
+
     service.driver.hold = True
     begin, failures = len(service.driver.submitted), []
 
     def ask():
-        client = anthropic.Anthropic(base_url=service.url, api_key="none", timeout=20, max_retries=2)
+        client = anthropic.Anthropic(base_url=service.url, api_key="none", timeout=120, max_retries=2)
         how = {"model": "fake", "max_tokens": 50, "messages": USER, "extra_headers": {"X-Request-Id": "again"}}
         try:
             if stream:
@@ -542,7 +547,7 @@ def test_delete_ends_a_request_of_every_route_with_what_it_has(service, path, st
     answers = []
 
     def ask():
-        answers.append(httpx.post(service.url + path, json=body, headers=named, timeout=20))
+        answers.append(httpx.post(service.url + path, json=body, headers=named, timeout=120))
 
     thread = threading.Thread(target=ask)
     thread.start()

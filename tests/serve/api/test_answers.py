@@ -8,7 +8,6 @@ import socket
 import statistics
 import time
 
-import openai
 import pytest
 
 from lpr.config import InputError
@@ -28,7 +27,7 @@ def sends(service, **body):
     data = json.dumps({**BODY, **body}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{service.front.port}\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", service.front.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", service.front.port), timeout=120) as connection:
         connection.sendall(head.encode() + data)
         received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     rest, sizes, content = received.partition(b"\r\n\r\n")[2], [], b""
@@ -165,9 +164,11 @@ def test_what_came_before_a_failure_is_sent():
 
 @pytest.mark.parametrize("flags", [{"pad_stream": True}, {"pad_stream": True, "stream_interval": 30.0}])
 def test_openais_client_reads_it(flags):
+    import openai
+
     with served(**flags) as service:
         service.driver.pause = 0.01
-        client = openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=20)
+        client = openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=120)
         stream = client.completions.create(model="fake", prompt="p", stream=True)
         assert "".join(event.choices[0].text for event in stream) == TEXT
         messages = [{"role": "user", "content": "u"}]

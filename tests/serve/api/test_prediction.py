@@ -121,7 +121,7 @@ def test_counts_survive_ranks_that_are_lost_and_started_again() -> None:
         body = {**ROUTES["/v1/completions"], "max_tokens": 40, "stream": True, "prediction": FORMS["text"]}
         body["stream_options"] = {"include_usage": True}
         events = []
-        with httpx.stream("POST", service.url + "/v1/completions", json=body, timeout=30) as response:
+        with httpx.stream("POST", service.url + "/v1/completions", json=body, timeout=120) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     events.append(json.loads(line[6:]))
