@@ -9,6 +9,7 @@ using GivenNorm = std::tuple<uintptr_t, float, int>;  // weight, epsilon, weighi
 using Strides = std::pair<int64_t, int64_t>;          // of a head, of a row
 using Rule = std::pair<int32_t, int32_t>;             // window, chunk
 using Entries = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;  // tokens, positions, cache rows
+using Panels = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // Of each layer where keys and values lie.
 using GivenCache = std::tuple<std::vector<uintptr_t>, Strides, std::vector<uintptr_t>, Strides>;
 
@@ -74,7 +75,7 @@ void bind_layer(nb::module_& m) {
           "run_model",
           [](const LayersInOrder& self, uintptr_t reader, uintptr_t embeddings, const GivenNorm& norm, const GivenWeight& head,
              uintptr_t cosines, uintptr_t sines, const Entries& entries, const GivenCache& cache, Rule rule, uintptr_t logits,
-             int threads) {
+             const Panels& panels, int threads) {
             self.check(cache);
             nb::gil_scoped_release released;
             const LayerParts& parts = self.layers[0];
@@ -92,7 +93,10 @@ void bind_layer(nb::module_& m) {
             auto [weight, epsilon, weighing] = norm;
             run_part(Norm{place, 0, weight, place, {count, 1, width}, width, width, epsilon, static_cast<Weighing>(weighing)},
                      parts.is_half, 1);
-            multiply(weight_of(head).times(place, logits, count, parts.is_half), threads);
+            Product product = weight_of(head).times(place, logits, count, parts.is_half);
+            product.panels = panels.data();
+            product.num_panels = static_cast<int64_t>(panels.shape(0));
+            multiply(product, threads);
           });
 #endif
 }

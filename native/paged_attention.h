@@ -75,6 +75,12 @@ LPR_INLINE void fetch(const char* from, int bytes) {
   for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte);
 }
 
+// Fetches the first block of an item, which no block before it has fetched: keys first, as they are needed first.
+LPR_INLINE void fetch_first(const KeyBlock& block) {
+  for (int k = 0; k < block.next_count; k++) fetch(block.next_keys[k], block.key_bytes);
+  for (int k = 0; k < block.next_count; k++) fetch(block.next_values[k], block.value_bytes);
+}
+
 // Scores [K keys][N vectors] of lanes `queries` [dim][N vectors].
 template <class V, int N, int K>
 LPR_INLINE void score_keys(const float* queries, const float* const* keys, int dim, float* scores) {
@@ -379,6 +385,7 @@ LPR_INLINE void attend_item(const PagedStep& step, const LayerCall& call, const 
   block.key_bytes = call.dim * item_bytes;
   block.value_bytes = call.value_dim * item_bytes;
   find_keys(step, call, item, item.begin, kKeys, block);
+  fetch_first(block);
   for (block.begin = item.begin; block.begin < item.end; block.begin += kKeys) {
     take_keys(call, key_width, copy_keys ? own_keys : nullptr, value_stride, copy_values ? own_values : nullptr, block);
     find_keys(step, call, item, block.begin + kKeys, kKeys, block);

@@ -50,6 +50,8 @@ struct Product {
   int bits = 0;                          // of low-bit weights (low_bit_products.h, int4_products.h), 8 or 4; 1: codes
   const float* scales = nullptr;         // of weights of 8 bits, one per output
   const float* given_scales = nullptr;   // of rows that are rounded to go with them
+  const int32_t* panels = nullptr;       // the only ones that are multiplied, or null
+  int64_t num_panels = 0;
 
   const CodedForm* coded() const { return reinterpret_cast<const CodedForm*>(scales); }
   int64_t panel_bytes() const {

@@ -57,7 +57,7 @@ LPR_CLONES inline void widen_values(const BFloat* from, int64_t count, float* to
 
 // Panel by panel, all rows of each while its weights are near; of many rows as many as stay in a core's cache.
 inline void multiply_in_tiles(const Product& product, const TileSet& set, int num_threads) {
-  int64_t num_panels = (product.outputs + kPanel - 1) / kPanel, most = set.most_rows;
+  int64_t num_panels = product.panels ? product.num_panels : (product.outputs + kPanel - 1) / kPanel, most = set.most_rows;
   int64_t num_tiles = (product.rows + most - 1) / most, most_tiles = kNearRows / most;
   int64_t num_parts = (num_tiles + most_tiles - 1) / most_tiles;
   int64_t size = std::clamp<int64_t>(num_panels / (8 * num_threads), 1, kMostPanels);
@@ -66,7 +66,8 @@ inline void multiply_in_tiles(const Product& product, const TileSet& set, int nu
   parallel_for(num_parts * num_items, num_threads, [&](int64_t item, int) {
     int64_t part = item / num_items, first = item % num_items * size;
     int64_t begin = edge(num_tiles, part, num_parts), end = edge(num_tiles, part + 1, num_parts), count = end - begin;
-    for (int64_t panel = first; panel < std::min(num_panels, first + size); panel++) {
+    for (int64_t place = first; place < std::min(num_panels, first + size); place++) {
+      int64_t panel = product.panels ? product.panels[place] : place;
       const char* weights = product.packed + panel * panel_bytes;
       for (int64_t tile = begin; tile < end; tile++) {
         int64_t row = edge(product.rows, tile, num_tiles);

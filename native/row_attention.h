@@ -184,6 +184,7 @@ LPR_INLINE void attend_item_by_rows(const PagedStep& step, const LayerCall& call
   block.key_bytes = call.dim * item_bytes;
   block.value_bytes = call.value_dim * item_bytes;
   find_keys(step, call, item, item.begin, kRowKeys, block);
+  fetch_first(block);
   for (block.begin = item.begin; block.begin < item.end; block.begin += kRowKeys) {
     take_keys(call, width, copy_keys ? own_keys : nullptr, value_stride, copy_values ? own_values : nullptr, block);
     find_keys(step, call, item, block.begin + kRowKeys, kRowKeys, block);

@@ -204,6 +204,7 @@ class SelfDrafter:
 
         `ms` is the sequence's part of the time of the step that did.
         """
+        self._expect(emitted)
         if (before := self._ended.pop(slot, None)) is not None:  # what other ranks have of a path is known by now
             drafted, took = before
             num_new = num_tokens - drafted.num_cached - 1
@@ -232,9 +233,14 @@ class SelfDrafter:
         num_entries = sum([1 + len(each.text) for each in active])
         return bool(active) and self.passes.worth(num_made, [each.gain for each in active], num_entries)
 
+    def _expect(self, tokens: Sequence[int]) -> None:
+        if self.direct is not None and tokens:
+            self.direct.likely.learn(tokens)
+
     @torch.no_grad()
     def fill(self, row: Row, cache: KVCache) -> None:
         """Compute the copy's own K/V of a row's entries; nothing is chosen."""
+        self._expect(row.tokens.tolist())
         self.adapter.forward(self.adapter.step_inputs([row], cache), cache, model=self.copy)
 
     @torch.no_grad()
@@ -245,9 +251,12 @@ class SelfDrafter:
         active, num_made = list(endings), 0
         while active:
             began = time.perf_counter()
+            for each in active:
+                self._expect([*each.before, *each.text])
             rows = [each.row() for each in active]
             positions = [each.positions() for each in active]
-            chosen, tokens, odds = self._choose(self._logits(rows, cache), active, positions)
+            of_all = any([each.processors is not None for each in active])  # which may ask for any token
+            chosen, tokens, odds = self._choose(self._logits(rows, cache, of_all), active, positions)
             start, going = 0, []
             for each, row in zip(active, rows, strict=True):
                 mine = slice(start, start + row.num_results)
@@ -267,10 +276,13 @@ class SelfDrafter:
                 each.ms += took / len(active)
             active = going if (pays or self._pays)(going, num_made) else []
 
-    def _logits(self, rows: Sequence[Row], cache: KVCache) -> Tensor:
-        """The copy's logits [results, V] after the last entries of each row, of which results are wanted."""
+    def _logits(self, rows: Sequence[Row], cache: KVCache, of_all: bool = True) -> Tensor:
+        """The copy's logits [results, V] after the last entries of each row, of which results are wanted.
+
+        Unless `of_all`, those of tokens that are not likely may be -inf.
+        """
         if self.direct is not None:
-            logits = self.direct.logits(rows, cache)
+            logits = self.direct.logits(rows, cache, of_all)
             if all([row.num_results == row.num_entries for row in rows]):
                 return logits
             ends = accumulate([row.num_entries for row in rows])

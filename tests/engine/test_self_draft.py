@@ -29,6 +29,7 @@ from lpr.engine.guesses import Followed, follow_all
 from lpr.engine.prepare import why_no_copy
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.kv_cache import KVCache
+from lpr.model.low_bit import direct
 from lpr.model.runner import TreeModel
 from lpr.model.self_draft import Ending, SelfDrafter, pure
 from lpr.model.step_inputs import Row
@@ -90,6 +91,22 @@ def test_ids_are_those_of_plain_decoding(form: str, attention: str) -> None:
         assert ids(done) == plain_ids(*params)
         drafted, accepted = copied(done)
         assert accepted > (60 if form == "int8" else 20)
+
+
+def test_a_pass_that_reads_half_of_the_head_drafts_what_the_text_has_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "LEAST_PANELS", 1)
+    accepted = []
+    for learns in (True, False):
+        if not learns:
+            monkeypatch.setattr(direct.LikelyTokens, "learn", lambda self, tokens: None)
+        engine = drafting()
+        assert engine.model.self_drafter is not None
+        if engine.model.self_drafter.direct is None:
+            pytest.skip("no extension")
+        done = engine.generate(PROMPTS, SAMPLED)
+        assert ids(done) == ids(plain().generate(PROMPTS, SAMPLED))
+        accepted.append(copied(done)[1])
+    assert accepted[0] > 1.2 * accepted[1] > 0
 
 
 def test_sampling_agrees_as_much_as_greedy_decoding() -> None:

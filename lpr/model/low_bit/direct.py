@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lpr.model.attention.layer_rules import LayerRule
+from lpr.model.cpu.tiles import PANEL
 from lpr.model.fused.decoder_layer import DecoderLayer, Run, cache_places
 from lpr.model.fused.modules import Norm
 from lpr.model.kv_cache import KVCache
@@ -21,6 +23,45 @@ from lpr.model.low_bit.products import LowBitPack, Rounded
 from lpr.model.low_bit.tiles import Int4Tiles, Int8Tiles
 from lpr.model.step_inputs import Row
 from lpr.model.threads import team_size
+
+LEAST_PANELS = 512
+"""Panels of the output head of which a pass reads all: where there are more, the head is a good part of a pass."""
+REMEMBERED = 8192
+"""Tokens of the other half during which the panel of one of them is read."""
+
+
+class LikelyTokens:
+    """The panels of the output head that a pass reads: one half, and those of tokens that have come of late.
+
+    Tokenizers number their tokens by how common they were in training, so the first half has nearly all of a text. A
+    token that is not among them the copy never drafts; where the model has chosen it once, it is.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        num_panels = -(-num_tokens // PANEL)
+        self.all = np.arange(num_panels, dtype=np.int32)
+        self.panels = self.all
+        """int32, ascending."""
+        self._num_always = num_panels // 2 if num_panels > LEAST_PANELS else num_panels
+        self._latest = np.full(num_panels, -REMEMBERED)
+        self._num_seen = 0
+        self._choose()
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Read the panels of `tokens` from now on."""
+        rare = [token // PANEL for token in tokens if token // PANEL >= self._num_always]
+        if not rare:
+            return
+        is_new = (self._latest[rare] <= self._num_seen - REMEMBERED).any()
+        self._num_seen += len(rare)
+        self._latest[rare] = self._num_seen
+        if is_new:
+            self._choose()
+
+    def _choose(self) -> None:
+        is_likely = self._latest > self._num_seen - REMEMBERED
+        is_likely[: self._num_always] = True
+        self.panels = self.all[is_likely]
 
 
 @dataclass(frozen=True)
@@ -35,6 +76,7 @@ class Direct:
     """Of the head."""
     rotary: nn.Module
     rule: LayerRule
+    likely: LikelyTokens
 
     @classmethod
     def of(cls, model: Any, rules: dict[int | None, Any]) -> Direct | None:
@@ -57,21 +99,28 @@ class Direct:
             return None
         if len(found) != 1 or not isinstance(found[0], LayerRule) or isinstance(pack.packed, Rounded):
             return None
-        return cls(first.run, weight, last, pack.packed, pack.bias, rotary, found[0])
+        tokens = LikelyTokens(pack.packed.num_outputs)
+        return cls(first.run, weight, last, pack.packed, pack.bias, rotary, found[0], tokens)
 
-    def logits(self, rows: Sequence[Row], cache: KVCache) -> Tensor:
-        """The logits [entries, V] after each entry of each row, whose keys and values are written to the cache."""
+    def logits(self, rows: Sequence[Row], cache: KVCache, of_all: bool = True) -> Tensor:
+        """The logits [entries, V] after each entry of each row, whose keys and values are written to the cache.
+
+        Unless `of_all`, those of tokens that are not likely are -inf.
+        """
+        panels = self.likely.all if of_all else self.likely.panels
         ends = [*accumulate(row.num_entries for row in rows)]
         places = [(0, end - row.num_entries) for end, row in zip(ends, rows, strict=True)]
         pages = cache.read_pages(rows, places, team_size())
         entries = pages.lay_out(1, ends[-1], cache.num_rows - 1)
         positions = torch.from_numpy(entries[1])
         cosines, sines = (each.contiguous() for each in self.rotary(self.embeddings, position_ids=positions))
-        logits = self.embeddings.new_empty(ends[-1], self.head.num_outputs)
+        shape = ends[-1], self.head.num_outputs
+        is_whole = len(panels) == len(self.likely.all)
+        logits = self.embeddings.new_empty(shape) if is_whole else self.embeddings.new_full(shape, -torch.inf)
         norm = self.norm.weight.data_ptr(), self.norm.epsilon, self.norm.weighing
         self.run.call.run_model(
             pages.reader, self.embeddings.data_ptr(), norm, self.head.address(self.bias),
             cosines.data_ptr(), sines.data_ptr(), entries[:, 0], cache_places(cache, self.run.layers),
-            (self.rule.window or 0, self.rule.chunk or 0), logits.data_ptr(), team_size(),
+            (self.rule.window or 0, self.rule.chunk or 0), logits.data_ptr(), panels, team_size(),
         )  # fmt: skip
         return logits

@@ -16,8 +16,9 @@ from lpr.model.cpu.products import PrepackedLinear, can_pack
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.kv_cache import KVCache
+from lpr.model.low_bit import direct as direct_module
 from lpr.model.low_bit.copy import LowBitCopy, make_copy
-from lpr.model.low_bit.direct import Direct
+from lpr.model.low_bit.direct import Direct, LikelyTokens
 from lpr.model.low_bit.products import FORMS, Form, LowBitLinear
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
@@ -194,6 +195,44 @@ def test_the_parts_of_a_copy_are_called_directly(family: str, dtype: torch.dtype
     if direct is not None:
         assert torch.equal(direct.logits(rows, cache), expected)
         assert all(map(torch.equal, keys, [side for pair in cache.layer_tensors.values() for side in pair]))
+
+
+def test_a_pass_reads_the_head_of_likely_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_module, "LEAST_PANELS", 4)
+    monkeypatch.setattr(direct_module, "REMEMBERED", 2)
+    likely = LikelyTokens(170)  # 6 panels, the last of 10 tokens
+    assert likely.all.tolist() == [0, 1, 2, 3, 4, 5] and likely.panels.tolist() == [0, 1, 2]
+    likely.learn([5, 165])
+    likely.learn([165, 40])
+    assert likely.panels.tolist() == [0, 1, 2, 5]
+    likely.learn([100])
+    likely.learn([101, 130])
+    assert likely.panels.tolist() == [0, 1, 2, 3, 4], "panel 5 is forgotten"
+    assert LikelyTokens(128).panels.tolist() == [0, 1, 2, 3], "a small head is read whole"
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("num_rows", [1, 3, 19])
+def test_likely_tokens_have_the_logits_that_they_have_among_all(
+    monkeypatch: pytest.MonkeyPatch, form: Form, num_rows: int
+) -> None:
+    if native.DecoderLayers is None or not can_tile(torch.float32, 2):
+        pytest.skip("no extension")
+    monkeypatch.setattr(direct_module, "LEAST_PANELS", 1)
+    world = World(model_of("llama", vocab_size=170))
+    found = Direct.of(make_copy(world.adapter.model, form).model, world.adapter.layer_rules)
+    assert found is not None
+    found.likely.learn([169])
+    cache, rows = KVCache(2, 96), [Row.chain(0, 0, list(range(num_rows)), num_rows)]
+    with torch.no_grad():
+        world.adapter.forward(world.adapter.inputs(rows, cache, packed=True), cache)  # which allocates it
+    whole, part = found.logits(rows, cache), found.logits(rows, cache, of_all=False)
+    for panel in range(6):
+        mine = slice(32 * panel, min(32 * panel + 32, 170))
+        if panel in (0, 1, 2, 5):
+            assert torch.equal(part[:, mine], whole[:, mine])
+        else:
+            assert (part[:, mine] == -torch.inf).all()
 
 
 def test_parts_that_are_not_all_of_a_copy_are_not_called_directly() -> None:
