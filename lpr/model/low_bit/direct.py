@@ -39,8 +39,8 @@ class LikelyTokens:
 
     def __init__(self, num_tokens: int) -> None:
         num_panels = -(-num_tokens // PANEL)
-        self.all = np.arange(num_panels, dtype=np.int32)
-        self.panels = self.all
+        self.all: np.ndarray = np.arange(num_panels, dtype=np.int32)
+        self.panels: np.ndarray = self.all
         """int32, ascending."""
         self._num_always = num_panels // 2 if num_panels > LEAST_PANELS else num_panels
         self._latest = np.full(num_panels, -REMEMBERED)
