@@ -31,6 +31,7 @@ from lpr.model.families import is_recurrent
 from lpr.model.low_bit.checkpoint import Share, reading_of, share_reading
 from lpr.model.low_bit.layers import CodedLinear, coded_modules
 from lpr.model.multimodal import empty_decoder
+from lpr.model.recurrent.split_heads import cut_layers, own_plan, refusal, split_layers
 from lpr.model.rewrite.sharded_layers import local, make_plain
 from lpr.model.transformers_versions import split_over
 
@@ -78,8 +79,13 @@ def load_sharded(
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
         whole = empty_decoder(config)
-    plan: dict[str, str] = dict(whole.tp_plan or {})
+    stock: dict[str, str] = dict(whole.tp_plan or {})
+    own = own_plan(whole, stock) if tp.backend == "transformers" and reading_of(config) is None else {}
+    plan = {**stock, **own}
     check_split(text, tp.size, tp.backend, splits_layers(plan), splits_heads(plan))
+    layers = split_layers(whole) if own else {}
+    if (why := refusal(layers, tp.size)) is not None:
+        raise InputError(f"--tp {tp.size}: {why}; --tp 1 works")
     if tp.backend == "deepspeed":
         if reading_of(config) is not None:
             raise InputError(
@@ -87,8 +93,9 @@ def load_sharded(
             )
         model, info = _load_with_deepspeed(dtype, device, tp, read)
     else:
-        model, info = _load_with_transformers(config, plan, device, tp, partial(read, dtype=dtype))
-    full = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+        model, info = _load_with_transformers(config, plan, own, device, tp, partial(read, dtype=dtype))
+    cut = {f"{name}.{each}" for name, layer in layers.items() for each in layer.cuts}
+    full = {name: tuple(each.shape) for name, each in whole.named_parameters() if name not in cut}
     ends = planned_ends(full, plan) if tp.backend == "transformers" else []
     parts = num_kv_heads(text) if splits_heads(plan) else tp.size
     # Plans replicate most recurrent layers and indexers, and in some families split the experts alone.
@@ -207,12 +214,13 @@ def check_shards(
 
 
 def _load_with_transformers(
-    config: PretrainedConfig, plan: Mapping[str, str], device: torch.device, tp: TensorParallel, read: Read
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+    config: PretrainedConfig, plan: Mapping[str, str], own: Mapping[str, str], device: torch.device,
+    tp: TensorParallel, read: Read,
+) -> tuple[PreTrainedModel, dict[str, Any]]:  # fmt: skip
     whole_config, config = config, config.get_text_config(decoder=True)
-    kv_heads = num_kv_heads(config)
+    kv_heads = num_kv_heads(config) if splits_heads(plan) else tp.size
     shared: dict[str, str] = {}
-    if kv_heads < tp.size and splits_heads(plan):
+    if kv_heads < tp.size:
         # The plan would cut a head in two. Each of these ranks needs one head, which others need too.
         shared = {name: "replicate" for name, style in plan.items() if _KV_PROJECTION.search(name)}
         if not shared:
@@ -221,12 +229,14 @@ def _load_with_transformers(
                 f"plan joins them with the queries; --tp {', '.join(map(str, _divisors(kv_heads)))} would"
             )
     share_reading(whole_config, Share(tp.rank, tp.size, tp.mesh.get_group(), frozenset(shared)))
-    given = shared if reading_of(whole_config) is None else {}
+    given = {**own, **shared} if reading_of(whole_config) is None else {}
     split = DistributedConfig(tp_size=tp.size, tp_plan=given or None)
     # None: weights stay on the host. With a device, transformers needs accelerate and reads straight to it.
     with split_over(tp.mesh, None if device.type == "cpu" else device):
         model, info = read(distributed_config=split)
     make_plain(model, {**plan, **shared}, tp.mesh.get_group(), tp.rank)
+    if own:
+        cut_layers(model, tp.mesh.get_group(), tp.rank, tp.size)
     if shared:
         _keep_one_kv_head(model, tp.rank // (tp.size // kv_heads), config.num_attention_heads // tp.size)
     return model, info

@@ -1,0 +1,224 @@
+"""A tensor-parallel plan for gated delta nets, Kimi's delta attention and Mamba 2, which transformers leaves whole.
+
+Each rank has some of the heads: their rows of every projection, their channels of the convolution, their states. The
+output projection adds the ranks' products up. A Mamba 2 layer shares B and C among the heads of a group; with fewer
+groups than ranks, ranks share a group, and the variance that its norm divides by is summed over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpr.model.rewrite.sharded_layers import generic_name, local
+
+Parts = tuple[tuple[int, int], ...]
+"""Sizes along an axis, one part after the other, and the units of each; a rank has the same share of every part."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor that is read whole and cut along `axis`, as its parts are no single range of it."""
+
+    axis: int
+    parts: Parts
+
+    def size(self, tp: int) -> int:
+        """Entries that each of `tp` ranks has."""
+        return share(self.parts, tp)
+
+    def places(self, rank: int, tp: int) -> Tensor:
+        """The entries of a rank, int64."""
+        found, start = [], 0
+        for size, units in self.parts:
+            first = start + rank * units // tp * (size // units)
+            found.append(torch.arange(first, first + share(((size, units),), tp)))
+            start += size
+        return torch.cat(found)
+
+
+def share(parts: Parts, tp: int) -> int:
+    """The size of a rank's share; of fewer units than ranks each rank has one, which others have too."""
+    return sum(size // units * max(1, units // tp) for size, units in parts)
+
+
+@dataclass(frozen=True)
+class SplitLayer:
+    """How one layer is split by heads."""
+
+    units: int
+    """Heads, of which every rank has as many; of a delta net those of keys, each with its heads of values."""
+    groups: int
+    """Groups of heads that share B and C; 0 without any."""
+    heads: Parts
+    """Of the states of its scan."""
+    channels: Parts
+    """Of the states of its convolution."""
+    sizes: Mapping[str, Parts]
+    """By name the layer's attributes that count what a rank has."""
+    styles: Mapping[str, str]
+    """By name in the layer, as in a plan of transformers."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """By name in the layer, parameters and buffers."""
+
+
+def split_layers(model: nn.Module) -> dict[str, SplitLayer]:
+    """The recurrent layers of `model` that can be split by heads, and how, by their names."""
+    found = {name: _delta(each) or _kimi(each) or _mamba2(each) for name, each in model.named_modules()}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _split(layer: Any, named: Mapping[str, Parts], output: str, **how: Any) -> SplitLayer:
+    """A layer whose projections and parameters `named` have these parts, each of them a range for every rank or cut."""
+    styles, cuts = {output: "rowwise"}, dict[str, Cut]()
+    for owner, parts in named.items():
+        total = sum(size for size, _ in parts)
+        tensors = {
+            name: each
+            for name, each in [*layer.named_parameters(), *layer.named_buffers()]
+            if name in (owner, f"{owner}.weight", f"{owner}.bias")
+        }
+        is_range = len(parts) == 1 and any(each.dim() == 2 for each in tensors.values())
+        if is_range:
+            styles[owner] = "colwise"
+            continue
+        if any(each.dim() == 2 for each in tensors.values()):
+            styles[owner] = "replicate"
+        cuts |= {name: Cut(list(each.shape).index(total), parts) for name, each in tensors.items()}
+    return SplitLayer(styles=styles, cuts=cuts, channels=named["conv1d"], **how)
+
+
+def _has(layer: Any, *names: str) -> bool:
+    return all(hasattr(layer, name) for name in names)
+
+
+def _delta(layer: Any) -> SplitLayer | None:
+    """Qwen 3 Next, Qwen 3.5 and their kin, and OLMo hybrid."""
+    if not _has(layer, "num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d", "A_log"):
+        return None
+    units = layer.num_k_heads
+    key, value, head = (layer.key_dim, units), (layer.value_dim, units), (layer.num_v_heads, units)
+    mixed = 2 * (layer.key_dim + layer.value_dim), units  # the queries, keys, values and gates of one head of keys
+    parts: dict[str, Parts] = {
+        "conv1d": (key, key, value), "in_proj_qkv": (key, key, value), "in_proj_qkvz": (mixed,),
+        "in_proj_ba": ((2 * layer.num_v_heads, units),), "q_proj": (key,), "k_proj": (key,),
+    }  # fmt: skip
+    parts |= dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), (value,))
+    parts |= dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj", "A_log", "dt_bias"), (head,))
+    sizes: dict[str, Parts] = {"num_k_heads": ((units, units),), "num_v_heads": (head,)}
+    sizes |= {"key_dim": (key,), "value_dim": (value,), "conv_dim": (key, key, value)}
+    output = "out_proj" if hasattr(layer, "out_proj") else "o_proj"
+    return _split(layer, parts, output, units=units, groups=0, heads=(head,), sizes=sizes)
+
+
+def _kimi(layer: Any) -> SplitLayer | None:
+    """Kimi Linear and Bailing hybrid; what makes a gate's low-rank input is whole on every rank."""
+    if not _has(layer, "qkv_dim", "num_heads", "forget_gate", "conv1d", "b_proj"):
+        return None
+    units = layer.num_heads
+    wide, head = (layer.qkv_dim, units), (units, units)
+    of_heads = "q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj", "forget_gate.f_proj", "forget_gate.f_b_proj"
+    parts: dict[str, Parts] = {"conv1d": (wide, wide, wide), **dict.fromkeys((*of_heads, "forget_gate.dt_bias"), (wide,))}
+    parts |= dict.fromkeys(("b_proj", "forget_gate.A_log"), (head,))
+    sizes: dict[str, Parts] = {"conv_dim": parts["conv1d"]}
+    for prefix in ("", "forget_gate."):
+        sizes |= {f"{prefix}num_heads": (head,), f"{prefix}qkv_dim": (wide,)}
+    return _split(layer, parts, "o_proj", units=units, groups=0, heads=(head,), sizes=sizes)
+
+
+def _mamba2(layer: Any) -> SplitLayer | None:
+    if not _has(layer, "in_proj", "n_groups", "num_heads", "intermediate_size", "ssm_state_size", "conv1d", "dt_bias"):
+        return None
+    units, groups = layer.num_heads, layer.n_groups
+    inner, group, head = (layer.intermediate_size, units), (groups * layer.ssm_state_size, groups), (units, units)
+    channels: Parts = (inner, group, group)
+    parts: dict[str, Parts] = {"in_proj": (inner, *channels, head), "conv1d": channels, "norm": (inner,)}
+    parts |= dict.fromkeys(("A_log", "D", "dt_bias"), (head,)) | {"mup_vector": parts["in_proj"]}
+    sizes: dict[str, Parts] = {"num_heads": (head,), "intermediate_size": (inner,), "conv_dim": channels}
+    sizes |= {"n_groups": ((groups, groups),), "norm.n_groups": ((groups, groups),)}
+    return _split(layer, parts, "out_proj", units=units, groups=groups, heads=(head,), sizes=sizes)
+
+
+def own_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """What is split otherwise than by the `plan` of transformers: generic names and styles."""
+    layers = split_layers(model)
+    found = {
+        generic_name(f"{name}.{each}"): style for name, layer in layers.items() for each, style in layer.styles.items()
+    }
+    if any(layer.groups for layer in layers.values()):  # the plans of these families have the ends and experts alone
+        found |= {name: style for name, style in _others(model) if name not in plan}
+    return found
+
+
+def _others(model: nn.Module) -> Iterable[tuple[str, str]]:
+    """Plain attention and plain feed-forward layers; a packed one is cut."""
+    for name, module in model.named_modules():
+        children = {each for each, child in module.named_children() if type(child) is nn.Linear}
+        own = generic_name(name)
+        if children == {"q_proj", "k_proj", "v_proj", "o_proj"} == set(dict(module.named_children())):
+            yield from [(f"{own}.{each}_proj", "rowwise" if each == "o" else "colwise") for each in "qkvo"]
+        elif children in ({"up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"}):
+            yield from [(f"{own}.{each}", "rowwise" if each == "down_proj" else "colwise") for each in sorted(children)]
+
+
+def refusal(layers: Mapping[str, SplitLayer], tp: int) -> str | None:
+    """The reason why recurrent layers cannot be split over `tp` ranks, or None."""
+    for layer in layers.values():
+        if layer.units % tp:
+            return f"{tp} does not divide {layer.units} heads of its recurrent layers"
+        if layer.groups and layer.groups % tp and tp % layer.groups:
+            return f"{tp} neither divides {layer.groups} groups of its recurrent layers' heads nor is a multiple of them"
+    return None
+
+
+class SharedGroupNorm(nn.Module):
+    """The gated norm of Mamba 2 where ranks share a group: takes a rank's channels [..., C]."""
+
+    group: dist.ProcessGroup
+    weight: Tensor
+    variance_epsilon: float
+    group_size: int
+    place: tuple[int, int]
+    """This rank's group, and the number of groups."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """As MambaRMSNormGated.forward over the whole group."""
+        dtype, hidden = hidden_states.dtype, hidden_states.float()
+        if gate is not None:
+            hidden = hidden * F.silu(gate.float())
+        mine, count = self.place
+        squares = F.pad(hidden.pow(2).sum(-1, keepdim=True), (mine, count - 1 - mine))
+        dist.all_reduce(squares, group=self.group)
+        hidden = hidden * torch.rsqrt(squares[..., mine : mine + 1] / self.group_size + self.variance_epsilon)
+        return self.weight * hidden.to(dtype)
+
+
+def cut_layers(model: nn.Module, group: dist.ProcessGroup, rank: int, tp: int) -> None:
+    """Cut what every rank has read whole, once the styles of `own_plan` are carried out."""
+    for name, split in split_layers(model).items():
+        layer: Any = model.get_submodule(name)
+        for key, cut in split.cuts.items():
+            path, _, leaf = key.rpartition(".")
+            owner: Any = layer.get_submodule(path)
+            whole = local(getattr(owner, leaf).detach())
+            mine = whole.index_select(cut.axis, cut.places(rank, tp).to(whole.device))
+            is_parameter = leaf in owner._parameters
+            setattr(owner, leaf, nn.Parameter(mine, requires_grad=False) if is_parameter else mine)
+            if isinstance(owner, nn.Linear):
+                owner.split_outputs = cut  # type: ignore[assignment]  # for adapters
+        for key, parts in split.sizes.items():
+            path, _, leaf = key.rpartition(".")
+            owner = layer
+            for each in path.split(".") if path else ():
+                owner = getattr(owner, each, None)
+            if hasattr(owner, leaf):
+                setattr(owner, leaf, share(parts, tp))
+        if split.groups and split.groups < tp and getattr(layer, "norm", None) is not None:
+            layer.norm.__class__, layer.norm.group = SharedGroupNorm, group
+            layer.norm.place = rank * split.groups // tp, split.groups
