@@ -385,7 +385,9 @@ class Replica(StepHooks):
             num_slots = limits.capacity
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
-        self.pace, self.model.rests = Pace() if times is not None and self.sizes.num_guesses else None, False
+        # Ranks of a replica run the head together, so none of them may let it rest by its own clock.
+        has_pace = times is not None and self.sizes.num_guesses and self.comm.tp_size == 1
+        self.pace, self.model.rests = Pace() if has_pace else None, False
         if self.model.self_drafter is not None:
             drafter = self.model.self_drafter
             drafter.passes = Passes(fewest=int(self.options.self_draft != "auto"), first_ms=drafter.first_ms)

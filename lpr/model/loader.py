@@ -104,7 +104,7 @@ def load(
     """Load the causal LM at `source`, a folder or a hub id; raises InputError with one line when that fails.
 
     `revision` is a branch, a tag or a commit of the hub. With `tp`, only this rank's part of the model; all ranks of
-    the group call this together, and it has no head. `with_head` also reads a prediction head, if there is one.
+    the group call this together. `with_head` also reads a prediction head, whole, if there is one.
     """
     with _LOADING:
         return _load(source, dtype, device, tp, revision, with_head)
@@ -158,7 +158,7 @@ def _load(
     if decoder is not AutoModelForCausalLM or not is_text(config):
         check_generate(model)
     has_tokenizer = not path.is_dir() or any(path.glob("tokenizer*"))
-    head = read_head(source, model, revision) if with_head and tp is None else None
+    head = read_head(source, model, revision) if with_head else None
     return replace(wrap(model, load_tokenizer(source, revision) if has_tokenizer else None), is_ours=True, head=head)
 
 

@@ -84,7 +84,7 @@ def load_sharded(
     plan = {**stock, **own}
     check_split(text, tp.size, tp.backend, splits_layers(plan), splits_heads(plan))
     layers = split_layers(whole) if own else {}
-    if (why := refusal(layers, tp.size)) is not None:
+    if (why := refusal(layers.values(), tp.size)) is not None:
         raise InputError(f"--tp {tp.size}: {why}; --tp 1 works")
     if tp.backend == "deepspeed":
         if reading_of(config) is not None:

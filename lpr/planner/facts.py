@@ -30,6 +30,7 @@ from lpr.model.low_bit.coded import Coding
 from lpr.model.low_bit.formats import read_format
 from lpr.model.multimodal import empty_decoder
 from lpr.model.parallel import splits_heads, splits_layers
+from lpr.model.recurrent.split_heads import Cut, Parts, SplitLayer, own_plan, share, split_layers
 from lpr.model.rewrite.sharded_layers import generic_name
 from lpr.model.step_inputs import Row
 
@@ -50,6 +51,7 @@ class Weights:
     is_lookup: bool  # an embedding that is not the output head too: a step reads a row per token and not the whole
     is_expert: bool  # experts along the first axis, of which a token uses few
     coding: Coding | None = None  # of weights of a low-bit checkpoint, [outputs, inputs]
+    cut: Cut | None = None  # of weights that are split by heads, in parts
 
     def num_bytes(self, shape: Sequence[int], element_size: int) -> int:
         """Bytes of a tensor, or of the part of it that has `shape`."""
@@ -76,6 +78,12 @@ class KeptState:
     """Of a convolution [channels, inputs], in the model's dtype; of a scan [heads, K, V] or [channels, K], in fp32."""
     is_scan: bool
     count: int
+    parts: Parts = ()
+    """Of the first axis, by which ranks share it; none where each rank has all of it."""
+
+    def on(self, tp: int) -> KeptState:
+        """That of one of `tp` ranks."""
+        return replace(self, shape=(share(self.parts, tp), *self.shape[1:])) if self.parts else self
 
     def num_bytes(self, element_size: int) -> int:
         return self.count * math.prod(self.shape) * (4 if self.is_scan else element_size)
@@ -119,7 +127,8 @@ class ModelFacts:
     dtype: str  # the checkpoint's own, bfloat16 if the config does not say
     weights: tuple[Weights, ...]
     kept: tuple[KeptHeads, ...]
-    states: tuple[KeptState, ...]  # of recurrent layers, whole on every rank
+    states: tuple[KeptState, ...]  # of recurrent layers
+    recurrent: tuple[SplitLayer, ...]  # those that are split by heads
     indexer_heads: int  # heads of sparse attention's indexers, which score every key
     collectives: tuple[Collective, ...]  # those of one forward along tp; empty without a plan
     has_plan: bool  # transformers has a tensor-parallel plan for this model type
@@ -138,9 +147,9 @@ class ModelFacts:
     low_bit: str | None = None
     """The format of a low-bit checkpoint whose linear layers a GPU keeps in few bits."""
 
-    def state_bytes(self, element_size: int) -> int:
-        """Bytes of the recurrent states of one request, as lpr keeps them."""
-        return sum(each.num_bytes(element_size) for each in self.states)
+    def state_bytes(self, element_size: int, tp: int = 1) -> int:
+        """Bytes of the recurrent states of one request, as lpr keeps them on a rank."""
+        return sum(each.on(tp).num_bytes(element_size) for each in self.states)
 
     @property
     def num_parameters(self) -> int:
@@ -198,17 +207,25 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         raise InputError(f"{name}: model type {text.model_type!r} cannot run a token tree: {reason}")
     pairs = [(keys.shape[1], keys.shape[2], values.shape[2]) for keys, values in cache.layer_tensors.values()]
     kept = tuple(KeptHeads(*shape, count) for shape, count in Counter(pairs).items())
-    found = Counter((tuple(state.shape), site[0] == "scan") for site, state in cache.states.of(0).items())
+    layers = split_layers(model) if form is None else {}
     plan = dict(model.tp_plan or {})
+    plan |= own_plan(model, plan) if layers else {}
+    of_layer = {getattr(model.get_submodule(name), "layer_idx", None): each for name, each in layers.items()}
+    found: Counter[tuple[tuple[int, ...], bool, Parts]] = Counter()
+    for (kind, layer, _), state in cache.states.of(0).items():
+        is_scan, split = kind == "scan", of_layer.get(layer)
+        parts = () if split is None else split.heads if is_scan else split.channels
+        found[tuple(state.shape), is_scan, parts] += 1
     splits = [key.rpartition(".")[2] for key, style in plan.items() if style == "colwise"]
     dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
     return ModelFacts(
         name=name,
         model_type=text.model_type,
         dtype=dtype if dtype in DTYPE_SIZES else "bfloat16",
-        weights=_weights(model, plan, codings),
+        weights=_weights(model, plan, codings, layers),
         kept=kept,
-        states=tuple(KeptState(*each, count) for each, count in found.items()),
+        states=tuple(KeptState(shape, is_scan, count, parts) for (shape, is_scan, parts), count in found.items()),
+        recurrent=tuple(layers.values()),
         indexer_heads=_first(text, "index_n_heads") or 0,
         collectives=_collectives(model, plan),
         has_plan=splits_layers(plan),
@@ -239,7 +256,10 @@ def _first(config: PretrainedConfig, *names: str) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _weights(model: PreTrainedModel, plan: dict[str, str], codings: dict[str, Coding]) -> tuple[Weights, ...]:
+def _weights(
+    model: PreTrainedModel, plan: dict[str, str], codings: dict[str, Coding], layers: dict[str, SplitLayer]
+) -> tuple[Weights, ...]:
+    cuts = {f"{name}.{key}": cut for name, layer in layers.items() for key, cut in layer.cuts.items()}
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     lookups.discard(id(getattr(model.get_output_embeddings(), "weight", None)))
     groups: Counter[tuple[Any, ...]] = Counter()
@@ -247,7 +267,7 @@ def _weights(model: PreTrainedModel, plan: dict[str, str], codings: dict[str, Co
         is_expert = ".experts." in name and parameter.dim() >= 2
         generic = generic_name(name)
         style = plan.get(generic, plan.get(generic.rpartition(".")[0]))  # a plan names a parameter, or its module
-        kind = style, id(parameter) in lookups, is_expert, codings.get(name)
+        kind = style, id(parameter) in lookups, is_expert, codings.get(name), cuts.get(name)
         groups[generic, tuple(parameter.shape), *kind] += 1
     return tuple(Weights(name, shape, count, *rest) for (name, shape, *rest), count in groups.items())
 

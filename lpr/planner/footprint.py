@@ -15,6 +15,7 @@ from lpr.engine.kv_pool import GPU_SHARE, usable_tokens
 from lpr.model.graphs import MOST_COMMON
 from lpr.model.input_builder import round_up
 from lpr.model.low_bit.products import Form
+from lpr.model.recurrent.split_heads import refusal
 from lpr.model.reserve import MemoryNeeds, RankSizes, Steps, memory_needs
 from lpr.planner.facts import ModelFacts, Weights
 from lpr.sched.state_snapshots import SNAPSHOTS_PER_SLOT
@@ -102,6 +103,8 @@ def split_problem(facts: ModelFacts, tp: int) -> str | None:
         return None
     if not facts.has_plan:
         return f"transformers has no tensor-parallel plan for {facts.model_type}"
+    if (why := refusal(facts.recurrent, tp)) is not None:
+        return why
     if facts.splits_queries and facts.num_heads % tp:
         return f"{tp} does not divide {facts.num_heads} attention heads"
     kv = facts.num_kv_heads
@@ -116,6 +119,9 @@ def split_problem(facts: ModelFacts, tp: int) -> str | None:
 def shard_shape(weights: Weights, facts: ModelFacts, tp: int) -> tuple[int, ...]:
     """Shape of the largest shard of one tensor: that of rank 0, as the last rank's may be shorter."""
     shape, style = list(weights.shape), weights.style
+    if weights.cut is not None:
+        shape[weights.cut.axis] = weights.cut.size(tp)
+        return tuple(shape)
     if tp == 1 or style in _WHOLE:
         return weights.shape
     if style in ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"):
@@ -216,7 +222,7 @@ def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> f
     attention = 0.0
     for kept in facts.kept:
         attention += kept.count * (kept.key_dim + kept.value_dim) * (heads if kept.value_dim else facts.indexer_heads)
-    return 2.0 * num_tokens * (used + attention * num_kv) + sum(each.flops(num_tokens) for each in facts.states)
+    return 2.0 * num_tokens * (used + attention * num_kv) + sum(each.on(tp).flops(num_tokens) for each in facts.states)
 
 
 def rank_sizes(facts: ModelFacts, tp: int, element_size: int) -> RankSizes:
@@ -260,7 +266,7 @@ def footprint(
         return Footprint(mesh, problem)
     batch = decode.max_batch_size
     tokens = batch * decode.resolved().num_nodes
-    token_bytes, states = kv_token_bytes(facts, mesh.tp, element_size), batch * facts.state_bytes(element_size)
+    token_bytes, states = kv_token_bytes(facts, mesh.tp, element_size), batch * facts.state_bytes(element_size, mesh.tp)
     places = (1 + SNAPSHOTS_PER_SLOT) * states
     num_ahead = decode.resolved(mesh.lp).evaluated_capacity(mesh.lp)
     prompt = min(decode.prefill_chunk, max_length)

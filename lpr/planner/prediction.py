@@ -170,7 +170,7 @@ def forward_seconds(
 ) -> float:  # fmt: skip
     """Roofline of one forward on one rank over `nodes` entries of `batch` sequences with `kv` cached tokens each."""
     bytes_read = read_bytes(facts, tp, element_size, max(1, round(nodes)))
-    bytes_read += batch * (kv * kv_token_bytes(facts, tp, element_size) + facts.state_bytes(element_size))
+    bytes_read += batch * (kv * kv_token_bytes(facts, tp, element_size) + facts.state_bytes(element_size, tp))
     memory = bytes_read / (machine.gpu.bandwidth * inputs.bandwidth_fraction)
     arithmetic = forward_flops(facts, tp, 1, kv) * nodes / (machine.gpu.flops * inputs.flops_fraction)
     launches = EAGER_LAYER_SECONDS * facts.num_layers if machine.is_eager else 0.0

@@ -27,11 +27,13 @@ from lpr.dist.comm import ProcessComm
 from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join, leave
 from lpr.engine.exchange import DesyncError
+from lpr.model import parallel
 from lpr.model.attention import native as native_attention
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import Capturer, Program
 from lpr.model.loader import load
 from lpr.model.parallel import TensorParallel, local_shapes
+from lpr.model.recurrent import split_heads
 from lpr.model.rewrite.compiled_model import refusal
 from lpr.model.rewrite.sharded_layers import local
 from tests.fakes.altered_gather import change_sent
@@ -135,9 +137,29 @@ def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, objec
 
 def drafting_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     """Ids of trees of a model with recurrent layers or sparse attention, and the states that a rank holds."""
-    engine = Engine.from_pretrained(case["model"], DECODE, comm=comm)
-    done = engine.generate(PROMPTS * 2, PARAMS)
+    places, plan = split_heads.Cut.places, parallel.own_plan
+    if case.get("fault") == "columns":  # one range, in place of the same share of every part
+        split_heads.Cut.places = lambda cut, rank, tp: torch.arange(cut.size(tp)) + rank * cut.size(tp)  # type: ignore
+    elif case.get("fault") == "whole":
+        parallel.own_plan = lambda model, stock: {}  # type: ignore[assignment]
+    try:
+        engine = Engine.from_pretrained(case["model"], DECODE, comm=comm)
+    finally:
+        split_heads.Cut.places, parallel.own_plan = places, plan  # type: ignore[method-assign]
+    done, before = engine.generate(PROMPTS * 2, PARAMS), engine.scheduler.counts.hits
+    again, hits = engine.generate(PROMPTS * 2, PARAMS), engine.scheduler.counts.hits - before
+    cache = engine.model.cache
+    assert cache is not None
+    token_bytes = cache.bytes_per_token
+    engine.configure(replace(DECODE, kv_tokens=192, max_length=112))
+    crowded = engine.generate(PROMPTS[2:] * 3, PARAMS[2:3] * 3)
     return {
+        "same_again": [each.token_ids for each in again] == [each.token_ids for each in done],
+        "crowded_ids": [each.token_ids for each in crowded],
+        "preemptions": engine.scheduler.counts.preemptions,
+        "hits": hits,
+        "weight_bytes": sum(local(each).nbytes for each in engine.model.model.parameters()),
+        "token_bytes": token_bytes,
         "token_ids": [each.token_ids for each in done],
         "steps": sum(each.stats.num_steps for each in done),
         "mesh": [comm.size, comm.tp_size],
@@ -156,6 +178,26 @@ def adapters_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     params = SamplingParams(max_new_tokens=16)
     done = engine.generate([prompt for _, prompt in asked], params, adapter=[name for name, _ in asked])
     return {"token_ids": [each.token_ids for each in done], "bytes": engine.model.bank.num_bytes}
+
+
+def head_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Ids of a checkpoint whose prediction head guesses, and what came of its guesses."""
+    sizes = {} if case["adaptive"] == "yes" else {"window_size": 0, "trie_nodes": 16}
+    decode = DecodeConfig(max_batch_size=3, draft_heads="on", **sizes)  # type: ignore[arg-type]
+    engine = Engine.from_pretrained(case["model"], decode, comm=comm)
+    guesser = engine.model.guesser
+    assert guesser is not None
+    if case.get("fault") == "order":  # the parts of the output head
+        head = guesser.lm_head
+        guesser.lm_head = lambda states: head(states).roll(head.out_features // 2, -1)
+    done = engine.generate(PROMPTS * 2, FEW)
+    heads = [each.stats.sources["head"] for each in done]
+    found = [sum(each.drafted for each in heads), sum(each.accepted for each in heads)]
+    return {
+        "token_ids": [each.token_ids for each in done],
+        "guesses": found,
+        "has_pace": engine.replica.pace is not None,
+    }
 
 
 class Direct(Capturer):
@@ -252,7 +294,7 @@ def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: P
             try:
                 kinds = {
                     "load": load_only, "exact": exact_case, "ranks": exact_ranks_case, "trees": drafting_case,
-                    "compiled": compiled_case, "adapters": adapters_case,
+                    "compiled": compiled_case, "adapters": adapters_case, "heads": head_case,
                 }  # fmt: skip
                 results[name] = kinds.get(name.partition("/")[0], run_case)(case, comm)
             except (InputError, DesyncError, CommError) as failure:

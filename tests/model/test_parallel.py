@@ -23,13 +23,16 @@ from lpr.cli.generate import main, parse
 from lpr.dist.runtime import World
 from lpr.engine.kv_pool import PoolNeeds
 from lpr.model import transformers_versions as versions
+from lpr.model.heads.forms import MIMO
 from lpr.model.loader import load
 from lpr.model.parallel import check_shards, check_split, num_kv_heads, planned_ends
+from lpr.planner.facts import facts_of
 from tests.fakes.adapters import ATTENTION, merged, write_adapter
 from tests.fakes.low_bit_checkpoints import CASES, write
 from tests.fakes.models import stock_greedy, tiny_model
+from tests.fakes.models_with_heads import checkpoint_with_head
 from tests.fakes.paths import ROOT
-from tests.fakes.tp_worker import FEW, PARAMS, PROMPTS
+from tests.fakes.tp_worker import DECODE, FEW, PARAMS, PROMPTS
 
 MODELS = {
     "llama": {},  # 4 heads, 2 key/value heads, a vocabulary of 97
@@ -41,8 +44,9 @@ MODELS = {
 
 LARGE_MIB = 75.4
 TREES = {
-    "qwen3_next": ("linear_attn.in_proj_qkvz", "linear_attn.conv1d"),
-    "granitemoehybrid": ("block_sparse_moe.experts.gate_up_proj", "mamba.in_proj"),
+    "qwen3_next": ("linear_attn.in_proj_qkvz linear_attn.conv1d linear_attn.out_proj", "linear_attn.norm"),
+    "granitemoehybrid": ("block_sparse_moe.experts.gate_up_proj mamba.in_proj mamba.norm", "block_sparse_moe.router"),
+    "falcon_h1": ("mamba.in_proj self_attn.q_proj feed_forward.up_proj", "input_layernorm"),
     "deepseek_v32": ("self_attn.q_b_proj", "self_attn.indexer.wk"),
 }
 """Families with recurrent layers or sparse attention: of the first layer, what a rank has half of, and all of."""
@@ -106,10 +110,7 @@ def check_exact(results: dict[str, dict[str, object]], models: dict[str, PreTrai
 
 
 def check_trees(wholes: dict[str, PreTrainedModel], reports: list[dict[str, Any]]) -> None:
-    """Ids of the whole model's plain decoding on one rank; states are whole on every rank."""
-    for report in reports if "falcon_h1" in wholes else ():
-        refused = report.pop("falcon_h1")["error"]
-        assert refused.endswith("no tensor-parallel plan for model type 'falcon_h1'; --tp 1 works"), refused
+    """Ids of the whole model's plain decoding on one rank."""
     for name, (split, kept) in TREES.items():
         if name not in wholes:
             continue
@@ -120,10 +121,13 @@ def check_trees(wholes: dict[str, PreTrainedModel], reports: list[dict[str, Any]
             found = report[name]
             assert found["mesh"] == [2, 2] and found["token_ids"] == expected, (name, rank)
             assert found["steps"] < sum(map(len, expected)), "drafts were accepted"
-            assert found["state_bytes"] == engine.replica.like.states.bytes_per_place
+            facts = facts_of(wholes[name].config, name)
+            assert found["state_bytes"] == facts.state_bytes(4, 2)
+            assert found["same_again"] and found["crowded_ids"] == [expected[2]] * 3 and found["preemptions"]
             mine = {key.removesuffix(".weight"): shape for key, shape in found["shapes"].items()}
-            parts = [[mine[key] == full[key] for key in full if key.endswith(f".0.{each}")] for each in (split, kept)]
-            assert parts == [[False], [True]], name
+            for is_whole, names in ((False, split), (True, kept)):
+                for each in names.split():
+                    assert [mine[key] == full[key] for key in full if key.endswith(f".0.{each}")] == [is_whole], each
 
 
 COMPILED = [("llama", ""), ("qwen2", ""), ("one_kv_head", ""), ("llama", "order"), ("llama", "first")]
@@ -223,6 +227,28 @@ def test_ranks_have_their_part_of_adapters(
         report = json.loads((tmp_path / f"out.{rank}").read_text())
         assert {key: each.get("token_ids", each) for key, each in report.items()} == expected, done.stderr
         assert all(each["bytes"] < 0.9 * sizes[key] for key, each in report.items())
+
+
+def test_ranks_run_a_prediction_head_together(tmp_path: Path) -> None:
+    """Its guesses are those of one rank; with the parts of its logits in the wrong order they are others."""
+    checkpoint_with_head(tmp_path / "model", "qwen2", MIMO)
+    cases = {
+        f"heads/{name}": {"model": str(tmp_path / "model"), "adaptive": adaptive, "fault": fault}
+        for name, adaptive, fault in (("fixed", "no", ""), ("adaptive", "yes", ""), ("order", "no", "order"))
+    }
+    done = launch(2, {"tp": 2, "cases": cases}, tmp_path)
+    engine = Engine.from_pretrained(str(tmp_path / "model"), replace(DECODE, window_size=0, draft_heads="on"))
+    alone = engine.generate(PROMPTS * 2, FEW)
+    heads = [each.stats.sources["head"] for each in alone]
+    guesses = [sum(each.drafted for each in heads), sum(each.accepted for each in heads)]
+    for rank in range(2):
+        report = json.loads((tmp_path / f"out.{rank}").read_text())
+        for name in ("fixed", "adaptive", "order"):
+            found = report[f"heads/{name}"]
+            assert found["token_ids"] == [each.token_ids for each in alone], done.stderr
+            assert not found["has_pace"]
+        assert report["heads/fixed"]["guesses"] == guesses and guesses[0]
+        assert report["heads/order"]["guesses"] != guesses
 
 
 # Without processes.

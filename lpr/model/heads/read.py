@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 from lpr.config import InputError, first_line
 from lpr.model.heads.forms import DRAFT_VOCABULARY, KNOWN, Form, form_of
 from lpr.model.heads.head import DraftHead
+from lpr.model.rewrite.sharded_layers import VocabularyHead
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,8 @@ def _one_layer(config: Any) -> dict[str, Any]:
 
 def _rows_of(lm_head: Any, vocabulary: torch.Tensor) -> nn.Linear:
     """The output head of the tokens `vocabulary` alone; raises InputError for tokens that the model does not have."""
+    if isinstance(lm_head, VocabularyHead):
+        raise InputError("a draft vocabulary is not used with --tp, which splits the output head")
     num_tokens, size = lm_head.weight.shape
     if vocabulary.ndim != 1 or not len(vocabulary) or not 0 <= vocabulary.min() <= vocabulary.max() < num_tokens:
         raise InputError("its draft vocabulary is not the model's")

@@ -1,4 +1,4 @@
-"""A tensor-parallel plan for gated delta nets, Kimi's delta attention and Mamba 2, which transformers leaves whole.
+"""A tensor-parallel plan for gated delta nets and Mamba 2, which transformers leaves whole on every rank.
 
 Each rank has some of the heads: their rows of every projection, their channels of the convolution, their states. The
 output projection adds the ranks' products up. A Mamba 2 layer shares B and C among the heads of a group; with fewer
@@ -64,13 +64,15 @@ class SplitLayer:
     """By name the layer's attributes that count what a rank has."""
     styles: Mapping[str, str]
     """By name in the layer, as in a plan of transformers."""
+    has_other_norm: bool = False
+    """True if its gated norm is not that of Mamba 2, which ranks can share."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     """By name in the layer, parameters and buffers."""
 
 
 def split_layers(model: nn.Module) -> dict[str, SplitLayer]:
     """The recurrent layers of `model` that can be split by heads, and how, by their names."""
-    found = {name: _delta(each) or _kimi(each) or _mamba2(each) for name, each in model.named_modules()}
+    found = {name: _delta(each) or _mamba2(each) for name, each in model.named_modules()}
     return {name: each for name, each in found.items() if each is not None}
 
 
@@ -117,21 +119,6 @@ def _delta(layer: Any) -> SplitLayer | None:
     return _split(layer, parts, output, units=units, groups=0, heads=(head,), sizes=sizes)
 
 
-def _kimi(layer: Any) -> SplitLayer | None:
-    """Kimi Linear and Bailing hybrid; what makes a gate's low-rank input is whole on every rank."""
-    if not _has(layer, "qkv_dim", "num_heads", "forget_gate", "conv1d", "b_proj"):
-        return None
-    units = layer.num_heads
-    wide, head = (layer.qkv_dim, units), (units, units)
-    of_heads = "q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj", "forget_gate.f_proj", "forget_gate.f_b_proj"
-    parts: dict[str, Parts] = {"conv1d": (wide, wide, wide), **dict.fromkeys((*of_heads, "forget_gate.dt_bias"), (wide,))}
-    parts |= dict.fromkeys(("b_proj", "forget_gate.A_log"), (head,))
-    sizes: dict[str, Parts] = {"conv_dim": parts["conv1d"]}
-    for prefix in ("", "forget_gate."):
-        sizes |= {f"{prefix}num_heads": (head,), f"{prefix}qkv_dim": (wide,)}
-    return _split(layer, parts, "o_proj", units=units, groups=0, heads=(head,), sizes=sizes)
-
-
 def _mamba2(layer: Any) -> SplitLayer | None:
     if not _has(layer, "in_proj", "n_groups", "num_heads", "intermediate_size", "ssm_state_size", "conv1d", "dt_bias"):
         return None
@@ -142,7 +129,9 @@ def _mamba2(layer: Any) -> SplitLayer | None:
     parts |= dict.fromkeys(("A_log", "D", "dt_bias"), (head,)) | {"mup_vector": parts["in_proj"]}
     sizes: dict[str, Parts] = {"num_heads": (head,), "intermediate_size": (inner,), "conv_dim": channels}
     sizes |= {"n_groups": ((groups, groups),), "norm.n_groups": ((groups, groups),)}
-    return _split(layer, parts, "out_proj", units=units, groups=groups, heads=(head,), sizes=sizes)
+    norm = getattr(layer, "norm", None)
+    how = {"units": units, "groups": groups, "has_other_norm": norm is not None and not hasattr(norm, "group_size")}
+    return _split(layer, parts, "out_proj", heads=(head,), sizes=sizes, **how)
 
 
 def own_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -167,13 +156,15 @@ def _others(model: nn.Module) -> Iterable[tuple[str, str]]:
             yield from [(f"{own}.{each}", "rowwise" if each == "down_proj" else "colwise") for each in sorted(children)]
 
 
-def refusal(layers: Mapping[str, SplitLayer], tp: int) -> str | None:
+def refusal(layers: Iterable[SplitLayer], tp: int) -> str | None:
     """The reason why recurrent layers cannot be split over `tp` ranks, or None."""
-    for layer in layers.values():
+    for layer in layers:
         if layer.units % tp:
-            return f"{tp} does not divide {layer.units} heads of its recurrent layers"
+            return f"{tp} does not divide the {layer.units} heads of its recurrent layers"
         if layer.groups and layer.groups % tp and tp % layer.groups:
-            return f"{tp} neither divides {layer.groups} groups of its recurrent layers' heads nor is a multiple of them"
+            return f"{tp} neither divides the {layer.groups} groups of its recurrent heads nor is a multiple of them"
+        if layer.groups < tp and layer.has_other_norm:
+            return f"{tp} exceeds the {layer.groups} groups of its recurrent layers, whose norm is their own"
     return None
 
 
