@@ -151,7 +151,7 @@ def drafting_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     cache = engine.model.cache
     assert cache is not None
     token_bytes = cache.bytes_per_token
-    engine.configure(replace(DECODE, kv_tokens=192, max_length=112))
+    engine.configure(replace(DECODE, kv_tokens=144 + 48 * comm.size, max_length=112))
     crowded = engine.generate(PROMPTS[2:] * 3, PARAMS[2:3] * 3)
     return {
         "same_again": [each.token_ids for each in again] == [each.token_ids for each in done],

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.model.recurrent.test_split_heads import CASES, model_of
+from tests.model.recurrent.test_split_heads import check as check_recurrent
 from tests.model.test_parallel import (
     COMPILED,
     LARGE_MIB,
@@ -37,6 +39,27 @@ def test_exact_mode_gives_the_bits_of_plain_decoding_under_the_same_split(
             for counts in each["found"].values():
                 assert counts["outputs_that_differ"] == counts["logits_that_differ"] == 0, (name, counts)
                 assert counts["logits_compared"] == 3 * 16 and counts["steps"] < 3 * 16
+
+
+def test_exact_mode_of_recurrent_layers_that_ranks_share(tmp_path: Path) -> None:
+    """Logits have the same bits for trees, batches and pieces, with one group of heads that the ranks share too."""
+    cases = {}
+    for name, sizes in (("qwen3_5_text", {}), ("bamba", {}), ("falcon_h1", {})):
+        model_of(name, **sizes).save_pretrained(tmp_path / name)
+        cases[f"exact/{name}"] = {"model": str(tmp_path / name), "dtype": "float32"}
+    done = launch(2, {"tp": 2, "cases": cases}, tmp_path)
+    for rank in range(2):
+        results = json.loads((tmp_path / f"out.{rank}").read_text())
+        assert list(results) == list(cases), done.stderr[-2000:]
+        for name, each in results.items():
+            assert "error" not in each, (name, each)
+            for counts in each["found"].values():
+                assert counts["outputs_that_differ"] == counts["logits_that_differ"] == 0, (name, counts)
+                assert counts["logits_compared"] == 3 * 16, (name, counts)
+
+
+def test_recurrent_layers_of_two_replicas(tmp_path: Path) -> None:
+    check_recurrent({name: case for name, case in CASES.items() if not case[2]}, tmp_path, num_ranks=4)
 
 
 def test_one_replica_of_two_ranks_and_the_command(

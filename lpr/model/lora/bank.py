@@ -288,7 +288,9 @@ class Bank:
         if inputs < down.shape[1]:
             begin = -(-down.shape[1] // size) * rank
             down = down[:, begin : begin + inputs].clone()
-        if outputs < len(up):
+        if (cut := getattr(module, "split_outputs", None)) is not None:
+            up = up[cut.places(rank, size)]
+        elif outputs < len(up):
             begin = -(-len(up) // size) * rank
             if module.out_features == outputs:  # a key/value head, which several ranks may have
                 begin = rank * (len(up) // outputs) // size * outputs

@@ -130,7 +130,7 @@ def _mamba2(layer: Any) -> SplitLayer | None:
     sizes: dict[str, Parts] = {"num_heads": (head,), "intermediate_size": (inner,), "conv_dim": channels}
     sizes |= {"n_groups": ((groups, groups),), "norm.n_groups": ((groups, groups),)}
     norm = getattr(layer, "norm", None)
-    how = {"units": units, "groups": groups, "has_other_norm": norm is not None and not hasattr(norm, "group_size")}
+    how = {"units": units, "groups": groups, "has_other_norm": hasattr(norm, "weight") and not hasattr(norm, "group_size")}
     return _split(layer, parts, "out_proj", heads=(head,), sizes=sizes, **how)
 
 
@@ -210,6 +210,6 @@ def cut_layers(model: nn.Module, group: dist.ProcessGroup, rank: int, tp: int) -
                 owner = getattr(owner, each, None)
             if hasattr(owner, leaf):
                 setattr(owner, leaf, share(parts, tp))
-        if split.groups and split.groups < tp and getattr(layer, "norm", None) is not None:
+        if split.groups and split.groups < tp and hasattr(getattr(layer, "norm", None), "group_size"):
             layer.norm.__class__, layer.norm.group = SharedGroupNorm, group
             layer.norm.place = rank * split.groups // tp, split.groups
