@@ -130,7 +130,8 @@ def _mamba2(layer: Any) -> SplitLayer | None:
     sizes: dict[str, Parts] = {"num_heads": (head,), "intermediate_size": (inner,), "conv_dim": channels}
     sizes |= {"n_groups": ((groups, groups),), "norm.n_groups": ((groups, groups),)}
     norm = getattr(layer, "norm", None)
-    how = {"units": units, "groups": groups, "has_other_norm": hasattr(norm, "weight") and not hasattr(norm, "group_size")}
+    is_other = hasattr(norm, "weight") and not hasattr(norm, "group_size")
+    how = {"units": units, "groups": groups, "has_other_norm": is_other}
     return _split(layer, parts, "out_proj", heads=(head,), sizes=sizes, **how)
 
 
