@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lpr.config import DecodeConfig, InputError, SamplingParams
 from lpr.dist.comm import Comm, is_driver
+from lpr.engine import handover
 from lpr.engine.commands import Compile, Configure, Costs, Drain
 from lpr.engine.driver import Driver
 from lpr.engine.engine_base import EngineBase
@@ -72,7 +73,7 @@ class Engine(EngineBase):
         self.model = self.replica.model
         membership = self.comm.membership
         if membership is not None and membership.is_newcomer and (state := membership.await_welcome()) is not None:
-            self.replica.resume(state)
+            handover.resume(self.replica, state)
             return
         self._load_at_start()
         if self.replica.start_times.given is not None:

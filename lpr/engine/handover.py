@@ -7,19 +7,24 @@ format of its own; it is soon learned again, and decides no token.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from lpr.config import DecodeConfig, TreeSizes
+from lpr.core.step_times import StepTimes
+from lpr.dist.comm import Comm
 from lpr.engine.commands import LoadAdapter
-from lpr.engine.drafts import DraftIndexes
+from lpr.engine.kv_pool import PoolSize
 from lpr.engine.request import Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.stats import DecodeStats
 from lpr.protocol import Submit, TokenLogprobs
-from lpr.sched.scheduler import CacheCounts, Scheduler
+from lpr.sched.scheduler import CacheCounts
+
+if TYPE_CHECKING:
+    from lpr.engine.replica import Replica
 
 
 class RequestState(msgspec.Struct, frozen=True, array_like=True):
@@ -114,11 +119,19 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """On the clock of the scheduler's targets, if there are any."""
 
 
-def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **more: Any) -> State:
-    """The state of a replica with these parts; `more` are the fields that they do not have."""
+def state_of(replica: Replica) -> bytes:
+    """The state of a replica, packed."""
+    scheduler, drafts, times = replica.scheduler, replica.drafts, replica.sizer.times
     targets = scheduler.limits.targets
-    return State(
-        **more,
+    state = State(
+        decode=replica.decode,
+        sizes=replica.sizes,
+        times=None if times is None else times.to_json(),
+        follows=replica.start_times.follows,
+        is_draining=replica.is_draining,
+        next_id=replica.requests.next_id,
+        adapter_names=list(replica.adapters.names.values()),
+        adapters=replica.adapters.loaded,
         history=drafts.history().tobytes(),
         tenants=[(tenant, drafts.history(tenant).tobytes()) for tenant in drafts.tenants],
         read_to=drafts.read_to,
@@ -131,12 +144,19 @@ def state_of(scheduler: Scheduler[Request], drafts: DraftIndexes, **more: Any) -
         num_host_pages=scheduler.limits.num_host_pages,
         now=targets.now if targets is not None else 0.0,
     )
+    return msgspec.msgpack.encode(state)
 
 
-def resume(
-    state: State, scheduler: Scheduler[Request], drafts: DraftIndexes, requests: RequestTable
-) -> list[tuple[Request, list[int]]]:
-    """Let empty parts go on with a state; returns the running requests and their computed tokens per rank."""
+def resume(replica: Replica, data: bytes) -> None:
+    """Let a newcomer without requests go on with a packed state; raises InputError if there is no room for it."""
+    state = msgspec.msgpack.decode(data, type=State)
+    times = StepTimes.from_json(state.times) if state.times is not None else None
+    replica.start_times.times, replica.start_times.follows = times, state.follows
+    replica.is_draining, replica.requests.next_id = state.is_draining, state.next_id
+    replica.adapters.resume(state.adapter_names, state.adapters)
+    size = PoolSize(state.num_pages, 0, state.num_host_pages)
+    replica.set_up(state.decode, state.sizes, times, Comm(), given=size)  # the others do not meet here
+    scheduler, drafts, requests = replica.scheduler, replica.drafts, replica.requests
     tenants = [(tenant, np.frombuffer(history, np.int32)) for tenant, history in state.tenants]
     drafts.restore(np.frombuffer(state.history, np.int32), tenants, state.read_to)
     running = [each.restore(requests) for each in state.running]
@@ -146,4 +166,8 @@ def resume(
     scheduler.counts = state.counts
     if scheduler.limits.targets is not None:
         scheduler.limits.targets.now = state.now
-    return [(request, each.num_computed_tokens) for request, each in zip(running, state.running, strict=True)]
+    for request, each in zip(running, state.running, strict=True):
+        request.state = replica.new_state(request, each.num_computed_tokens)
+    scheduler.placement.register(scheduler.running)
+    for tenant, _ in state.tenants:  # that running requests begin to draft here is no use of their indexes
+        drafts.of(tenant)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
-
-import msgspec
 
 from lpr.config import DecodeConfig, TreeSizes
 from lpr.core.passes import Passes
@@ -107,7 +105,8 @@ class Replica(StepHooks):
             case Compile():
                 self.requests.compile(command.grammar, self.model.vocab_size)
             case LoadAdapter():
-                self._load_adapter(command)
+                self._with_survivors(lambda: self.adapters.load(command, self.comm))
+                self.adapters.sweep(self.requests.open.values())
             case UnloadAdapter():
                 self.adapters.unload(command.name, self.requests.open.values())
             case Costs():
@@ -117,7 +116,7 @@ class Replica(StepHooks):
                 else:
                     self.sizer.times = times
             case Configure():
-                self._configure(command.decode, command.keep_drafts)
+                self._with_survivors(lambda: self._configure(command.decode, command.keep_drafts))
             case TakeIn():
                 self._take_in(command.replicas)
             case Drain():
@@ -138,15 +137,6 @@ class Replica(StepHooks):
         else:
             self.scheduler.add(request)
         self.is_whole = True
-
-    def _load_adapter(self, command: LoadAdapter) -> None:
-        while True:
-            try:
-                self.adapters.load(command, self.comm)
-                self.adapters.sweep(self.requests.open.values())
-                return
-            except MeshChangedError:  # on all survivors alike, which begin again
-                self.adopt_mesh()
 
     def _abort(self, id: RequestId) -> None:
         request = self.requests.open.get(id)
@@ -179,7 +169,7 @@ class Replica(StepHooks):
             self.follow_model()
         while (admitted := self.scheduler.admit()) is not None:
             request, computed = admitted
-            request.state = self._new_state(request, computed)
+            request.state = self.new_state(request, computed)
         schedule = self.scheduler.schedule()
         if self.comm.size == 1:
             for request in self.scheduler.looked_at:
@@ -313,7 +303,8 @@ class Replica(StepHooks):
         advanced, self.advanced = self.advanced, []
         return advanced
 
-    def _new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
+    def new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
+        """The decoding state of a request that begins to run with so many computed tokens per rank."""
         source, stop_ids = self.drafts.source(request, self.scheduler.running), request.text_stream.stop_ids
         known = request.tokens, request.params, self.sizes, self.comm.size, source, computed
         state = SequenceState(*known, request.longest, stop_ids, request.prediction, request.num_prompt)
@@ -337,22 +328,25 @@ class Replica(StepHooks):
     # Configuration.
 
     def _configure(self, decode: DecodeConfig, keep_drafts: bool) -> None:
+        if self.sizer.times is not None:
+            self.start_times.times = self.sizer.times
+        times = None
+        if decode.adaptive:
+            longest = longest_sequence(self.loaded, decode) or DEFAULT_LENGTH
+            limits = decode.max_nodes, min(longest, DEFAULT_LENGTH), decode.max_batch_size
+            times = self.start_times.find(self.model, self.like, *limits)
+        sizes = tree_sizes(self.parts, decode, self.comm, times)
+        self.set_up(decode, sizes, times, self.comm, keep_drafts)
+
+    def _with_survivors(self, action: Callable[[], None]) -> None:
+        """Let all ranks do something; if a rank is lost meanwhile, the others begin again, on all of them alike."""
         while True:
             try:
-                if self.sizer.times is not None:
-                    self.start_times.times = self.sizer.times
-                times = None
-                if decode.adaptive:
-                    longest = longest_sequence(self.loaded, decode) or DEFAULT_LENGTH
-                    limits = decode.max_nodes, min(longest, DEFAULT_LENGTH), decode.max_batch_size
-                    times = self.start_times.find(self.model, self.like, *limits)
-                sizes = tree_sizes(self.parts, decode, self.comm, times)
-                self._set_up(decode, sizes, times, self.comm, keep_drafts)
-                return
-            except MeshChangedError:  # on all survivors alike, which begin again
+                return action()
+            except MeshChangedError:
                 self.adopt_mesh()
 
-    def _set_up(
+    def set_up(
         self,
         decode: DecodeConfig,
         sizes: TreeSizes,
@@ -415,7 +409,7 @@ class Replica(StepHooks):
         for request in lost:
             request.state = None
         for request in self.scheduler.running:
-            request.state = self._new_state(request, request.num_computed_tokens)
+            request.state = self.new_state(request, request.num_computed_tokens)
         self._fit_mesh(self.sizer.times)
 
     def _take_in(self, newcomers: Sequence[int]) -> None:
@@ -423,27 +417,4 @@ class Replica(StepHooks):
         assert membership is not None
         membership.take_in(newcomers)
         self.adopt_mesh()
-        if not is_driver(self.comm):
-            membership.meet(b"")
-            return
-        times = self.sizer.times
-        settings = {"decode": self.decode, "sizes": self.sizes, "times": None if times is None else times.to_json()}
-        settings |= {"follows": self.start_times.follows, "is_draining": self.is_draining}
-        settings |= {"adapter_names": list(self.adapters.names.values()), "adapters": self.adapters.loaded}
-        state = handover.state_of(self.scheduler, self.drafts, next_id=self.requests.next_id, **settings)
-        membership.meet(msgspec.msgpack.encode(state))
-
-    def resume(self, data: bytes) -> None:
-        """On a newcomer: take over the state of the others; raises InputError if there is no room for it."""
-        state = msgspec.msgpack.decode(data, type=handover.State)
-        times = StepTimes.from_json(state.times) if state.times is not None else None
-        self.start_times.times, self.start_times.follows = times, state.follows
-        self.is_draining, self.requests.next_id = state.is_draining, state.next_id
-        self.adapters.resume(state.adapter_names, state.adapters)
-        size = PoolSize(state.num_pages, 0, state.num_host_pages)
-        self._set_up(state.decode, state.sizes, times, Comm(), given=size)  # the others do not meet here
-        for request, computed in handover.resume(state, self.scheduler, self.drafts, self.requests):
-            request.state = self._new_state(request, computed)
-        self.scheduler.placement.register(self.scheduler.running)
-        for tenant, _ in state.tenants:  # that running requests begin to draft here is no use of their indexes
-            self.drafts.of(tenant)
+        membership.meet(handover.state_of(self) if is_driver(self.comm) else b"")
