@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lpr.model import step_inputs
-from lpr.model.sampling.choice import gpu_likeliest, gpu_pick
+from lpr.model.sampling.choice import TRIED, gpu_likeliest, gpu_pick
 from tests.fakes.pretend_device import CUDA, OnGpu, PretendError, PretendGpu, current_gpu, held, to_gpu
 from tests.fakes.pretend_graphs import Capture, Graph
 from tests.fakes.pretend_guard import load_guard
@@ -103,6 +103,8 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr("lpr.model.kernels.coded_kernel.multiply", multiply_codes)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.choose", sampling_kernel)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.likeliest", likeliest_kernel)
+    # The specifications stand for the kernels: large vocabularies would tell nothing and take half a second.
+    monkeypatch.setattr("lpr.model.sampling.choice.TRIED", TRIED[:1])
     storage_of = step_inputs.storage_of
     monkeypatch.setattr(step_inputs, "storage_of", lambda tensor: storage_of(held(tensor)))
     for each in (gpu_pick, gpu_likeliest):

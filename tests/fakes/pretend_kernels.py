@@ -189,7 +189,9 @@ def likeliest_kernel(logits: Any, count: int) -> tuple[torch.Tensor, torch.Tenso
     made.append(logits.new_empty(len(logits), dtype=torch.float32))
 
     def run() -> None:
-        for out, found in zip(made, specification.likeliest(held(logits), count), strict=True):
+        top, _, total = specification.likeliest(held(logits), count)
+        first = held(logits).sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        for out, found in zip(made, (top, first, total), strict=True):
             out.held.copy_(found)
 
     current_gpu().launch(run, [logits], made)

@@ -8,7 +8,7 @@ temperature + gumbel)` samples softmax(logits / temperature) exactly. There is n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import cast
@@ -78,20 +78,42 @@ def gpu_pick(device: torch.device) -> Callable[[Tensor, Selection], tuple[Tensor
 
 _KERNEL = "lpr.model.kernels.sampling_kernel"
 MOST_LIKELY = 32  # the most likely tokens that the kernel finds: it goes through a block once for each
+TRIED = ((64, 1000), (6, 32_000), (2, 152_064))
+"""Rows and vocabularies that a kernel is tried with: one block of it, and many."""
 ROWS_AT_ONCE = 64
 """Rows whose log-probabilities are computed together, which bounds the memory of their float32 copies."""
 
 
+def tried_logits(sizes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    """Logits [rows, vocabulary] to try a kernel with: of few values, so that all its blocks have the same ones.
+
+    Every other row has the largest of them many times.
+    """
+    for size in sizes:
+        logits = torch.randn(size, generator=torch.Generator().manual_seed(3)).mul(16).round().div(4)
+        logits[::2].clamp_(max=10)
+        yield logits
+
+
 def agrees(
-    choose: Callable[[Tensor, Selection], Tensor], device: torch.device, tried: Sequence[SamplingParams], otherwise: str
+    choose: Callable[[Tensor, Selection], Tensor],
+    device: torch.device,
+    tried: Sequence[SamplingParams],
+    otherwise: str,
+    sizes: Sequence[tuple[int, int]] = (),
 ) -> bool:
-    """True if `choose` gives the specification's tokens on `device`; else it logs `otherwise` and the reason."""
+    """True if `choose` gives the specification's tokens on `device`; else it logs `otherwise` and the reason.
+
+    The first row of each of `sizes`, by default TRIED, is greedy.
+    """
     try:
-        logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3)).mul(4).to(device)
-        for params in tried:
-            selection = Selection.build([(params, range(64))], device)
-            if not torch.equal(choose(logits, selection), specification.pick(logits, selection)):
-                raise RuntimeError(f"other tokens were chosen with {params}")
+        for logits in tried_logits(sizes or TRIED):
+            logits = logits.to(device)
+            for params in tried:
+                chosen = [(SamplingParams(), [0]), (params, range(1, len(logits)))]
+                selection = Selection.build(chosen, device)
+                if not torch.equal(choose(logits, selection), specification.pick(logits, selection)):
+                    raise RuntimeError(f"other tokens of {logits.shape[1]} were chosen with {params}")
         return True
     except Exception as failure:  # whatever a compiler or driver raises
         logger.warning("%s: %s", otherwise, first_line(failure))
@@ -136,11 +158,14 @@ def gpu_likeliest(device: torch.device) -> Callable[[Tensor, int], tuple[Tensor,
     """The function that finds likely tokens on a GPU, as `gpu_pick`: the kernel, if it works here."""
     try:
         kernel = import_module(_KERNEL)
-        logits = torch.randn(64, 9000, generator=torch.Generator().manual_seed(4)).mul(4).to(device)
-        expected, found = specification.likeliest(logits, 8), kernel.likeliest(logits, 8)
-        if all(torch.allclose(mine, given, atol=1e-4) for mine, given in zip(found, expected, strict=True)):
-            return cast(Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], kernel.likeliest)
-        logger.warning("the kernel of likely tokens finds others here, drafts take longer")
+        for logits in tried_logits(TRIED):
+            logits = logits.to(device)
+            first = logits.sort(dim=-1, descending=True, stable=True).indices[:, :8]
+            expected, found = specification.likeliest(logits, 8), kernel.likeliest(logits, 8)
+            are_close = [torch.allclose(found[each], expected[each], atol=1e-4) for each in (0, 2)]
+            if not all(are_close) or not torch.equal(found[1], first):
+                raise RuntimeError(f"other tokens of {logits.shape[1]} were found")
+        return cast(Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], kernel.likeliest)
     except Exception as failure:  # whatever a compiler or driver raises
         logger.warning("the kernel of likely tokens does not work here, drafts take longer: %s", first_line(failure))
     return specification.likeliest

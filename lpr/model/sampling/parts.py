@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lpr.config import SamplingParams
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.model.sampling.choice import agrees, likeliest, pick_with_totals, score_steps
+from lpr.model.sampling.choice import TRIED, agrees, likeliest, pick_with_totals, score_steps
 from lpr.model.sampling.selection import TOP_K, Selection
 
 LENGTH = 64
@@ -178,4 +178,4 @@ def limits_work(device: torch.device) -> bool:
         return choose_within_limits(parts, weights, selection, 0)[0]
 
     tried = (SamplingParams(temperature=0.8, top_p=0.9), SamplingParams(temperature=1.0, top_k=40, min_p=0.01))
-    return agrees(by_two, device, tried, "limits are applied to gathered logits, which is slower")
+    return agrees(by_two, device, tried, "limits are applied to gathered logits, which is slower", TRIED[:1])

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +11,9 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from lpr.config import SamplingParams
 from lpr.core.noise_keys import noise_key
 from lpr.core.recycle import SCORE_STEPS
-from lpr.model.sampling.choice import candidates, choose, pick
+from lpr.model.sampling import choice as choice_module
+from lpr.model.sampling import specification
+from lpr.model.sampling.choice import TRIED, agrees, candidates, choose, gpu_likeliest, pick
 from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel, limit
 from tests.fakes.difficult_logits import PARAMS, peaked
@@ -155,3 +160,59 @@ def test_no_id_has_changed_since_it_was_first_written(params: SamplingParams) ->
         logits = peaked(generator, 400, 2000)
         selection = Selection.build([(params, range(start, start + 400))])
         assert torch.equal(pick(logits, selection), pick_as_before(logits, selection))
+
+
+# Kernels that a GPU's self-check must refuse. Each is right where a row is one block and ids are short.
+
+
+def last_block_of_equals(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
+    best = [block.max(-1) for block in logits.split(4096, -1)]
+    tops = torch.stack([each.values for each in best], 1)
+    last = tops.shape[1] - 1 - tops.flip(1).argmax(1)
+    found = torch.stack([4096 * place + each.indices for place, each in enumerate(best)], 1)
+    chosen = found.gather(1, last[:, None])[:, 0]
+    return torch.where(selection.temperature > 0, specification.pick(logits, selection), chosen)
+
+
+def first_block_alone(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
+    return specification.pick(logits[:, :4096], selection)
+
+
+def ids_of_16_bits(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
+    return specification.pick(logits, selection) % (1 << 16)
+
+
+LIMITED = (SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01))
+
+
+@pytest.mark.parametrize("mutant", [None, last_block_of_equals, first_block_alone, ids_of_16_bits])
+def test_a_kernel_is_tried_over_many_blocks_with_ties(
+    mutant: Callable[[torch.Tensor, Selection], torch.Tensor] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert agrees(mutant or specification.pick, CPU, LIMITED, "refused", TRIED[:1])
+    assert agrees(mutant or specification.pick, CPU, LIMITED, "refused") == (mutant is None)
+    assert ("refused: other tokens of " in caplog.text) == (mutant is not None)
+
+
+def first_of_equals(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    best = logits.sort(dim=-1, descending=True, stable=True)
+    return best.values[:, :count], best.indices[:, :count], logits.logsumexp(-1)
+
+
+def last_of_equals(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    top, tokens, total = first_of_equals(logits.flip(1), count)
+    return top, logits.shape[1] - 1 - tokens, total
+
+
+def next_of_late_ids(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    top, tokens, total = first_of_equals(logits, count)
+    return top, tokens + (tokens >= 1 << 16), total
+
+
+@pytest.mark.parametrize("kernel", [first_of_equals, last_of_equals, next_of_late_ids])
+def test_the_kernel_of_likely_tokens_is_tried_with_ties(
+    kernel: Callable[..., tuple[torch.Tensor, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice_module, "import_module", lambda name: SimpleNamespace(likeliest=kernel))
+    found = gpu_likeliest.__wrapped__(CPU)
+    assert found is (kernel if kernel is first_of_equals else specification.likeliest)
