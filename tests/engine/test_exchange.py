@@ -13,6 +13,7 @@ from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.dist.comm import agree
 from lpr.dist.errors import CommError
+from lpr.engine import exchange
 from lpr.engine.exchange import DesyncError, Exchange, check_replica
 from lpr.model.input_builder import Row
 from lpr.model.loader import model_digest
@@ -130,6 +131,24 @@ def test_rank_zero_leads(model: PreTrainedModel, expected: list[list[int]]) -> N
     # One to configure at the start, two requests at once, one for each of the others, three to configure, submit, stop.
     assert messages == 1 + 1 + len(PROMPTS) - 2 + 3
     assert others == [(None, messages)] * 2
+
+
+@pytest.mark.parametrize("decode", [DecodeConfig.autoregressive(max_batch_size=8), CONFIGS["both"]])
+def test_results_of_plain_steps_need_no_placement(
+    model: PreTrainedModel, expected: list[list[int]], decode: DecodeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank, many requests: a step without drafts places its results without an upload. Trees have places."""
+    placed: list[int] = []
+    original = exchange.to_device
+
+    def counted(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        placed.append(array.shape[1])
+        return original(array, device)
+
+    monkeypatch.setattr(exchange, "to_device", counted)
+    engine = Engine.from_model(model, decode=decode)
+    assert [each.token_ids for each in engine.generate(PROMPTS, PARAMS)] == expected
+    assert (len(placed) > 10) == (decode.trie_nodes > 0) and (decode.trie_nodes > 0 or not placed)
 
 
 # Seeded faults: what would make replicas drift apart must be found, at the step at which it happens.
