@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MOST_KEYS = 64
 """Keys whose drafts are read from other replicas at the start. Those of further keys are read at first use."""
-BACKLOG = 256  # connections that wait to be accepted: behind more of them, a probe of /livez would wait too long
+BACKLOG = 1024  # connections that wait to be accepted: one that finds no place there tries again after a second
 
 
 class Front:

@@ -29,7 +29,7 @@ from lpr.serve.errors import RETRY_AFTER
 RESERVED_FILES = 128
 """File descriptors for the link to the ranks, child processes, files, refused connections and --metrics-port."""
 FEWEST = 8  # connections that are accepted even if files are scarce
-_ACCEPTS = 256  # connections that are accepted in one turn of the event loop
+_ACCEPTS = 64  # connections that are accepted in one turn of the event loop
 _BEGINS = 8  # connections that are set up in one turn of the event loop
 _HANGS_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 _MOST_REFUSED = 16  # refused connections that stay open until their client has read why
@@ -160,11 +160,11 @@ class Port:
         silent = Silent(accepted, self._loop)
         self._open.add(silent)
         self.wait(silent, Waits.HEAD)
-        self._loop.add_reader(silent.fd, self._hear, silent)
-        self._hear(silent)  # most clients have sent their request already
+        if not self._hear(silent):  # most clients have sent their request already
+            self._loop.add_reader(silent.fd, self._hear, silent)
 
-    def _hear(self, silent: Silent) -> None:
-        """Take a connection that speaks. One whose client has gone ends here, whatever it has said before."""
+    def _hear(self, silent: Silent) -> bool:
+        """Take a connection that speaks; False if it has not. One whose client has gone ends, whatever it has said."""
         events = silent.poll()
         if events & _HANGS_UP:
             self._end(silent)
@@ -177,11 +177,15 @@ class Port:
             if len(self._speaking) >= self._most_speaking and not self._is_paused:
                 self._is_paused = True
                 self._loop.remove_reader(self._socket)
+        return events != 0
 
     def _begin_some(self) -> None:
-        """Set up the next connections that speak."""
-        for _ in range(min(_BEGINS, len(self._speaking))):
-            silent = self._speaking.popleft()
+        """Set up connections that speak: three of the newest, then the oldest.
+
+        So a client waits neither for the hundreds that others have opened at once, nor for all that come after it.
+        """
+        for number in range(min(_BEGINS, len(self._speaking))):
+            silent = self._speaking.popleft() if number % 4 == 3 else self._speaking.pop()
             self.lost(silent)
             self._begin(silent.socket)
         if self._speaking:
