@@ -205,14 +205,14 @@ class Scheduler(Generic[R]):
         places = {request.admission: place for place, request in enumerate(self.running)}
         decoding.sort(key=lambda request: places[request.admission])
         filling.sort(key=lambda each: places[each[0].admission])
-        self._steady, self.looked_at = None, decoding
+        # Until this step ends, nobody is known to need care: if it breaks off, the next schedule begins anew.
+        self._steady, self._woken, self.looked_at = None, None, decoding
         if filling and not limits.packed:
             schedule, self._filled_last = in_turn(decoding, filling, not self._filled_last)
             return Schedule(*schedule, preempted)
         self._filled_last = bool(filling)
         is_steady = limits.num_ranks == 1 and limits.targets is None and len(decoding) == len(self.running)
         self._steady = Schedule(decoding, []) if is_steady else None
-        self.looked_at = decoding
         return Schedule(decoding, filling, preempted)
 
     def _have_room(self, requests: Sequence[R]) -> bool:

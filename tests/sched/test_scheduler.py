@@ -441,6 +441,19 @@ def test_the_last_schedule_stays_while_nothing_changes(seed: int) -> None:
     assert steps_on_one_rank(seed, True) == expected
 
 
+def test_a_step_that_breaks_off_leaves_no_request_of_an_earlier_one() -> None:
+    """After a second interrupt the last schedule stood, with requests that had needed care before the first."""
+    scheduler = Scheduler(Limits[Fake](4, 1, 8, 4, True, num_pages=40, page_size=SIZE, num_ahead=AHEAD))
+    before, after = [Fake(tokens=[number], num_computed_tokens=[0]) for number in range(2)]
+    scheduler.add(before)
+    assert scheduler.admit() is not None and scheduler.schedule().decoding == [before]
+    scheduler.end_step([before])
+    scheduler.begin_anew([after])
+    assert scheduler.admit() is not None
+    for _ in range(2):  # the first step breaks off
+        assert scheduler.schedule().decoding == scheduler.looked_at == [after]
+
+
 def test_requests_that_get_no_care_run_out_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "care_at", lambda *_: 1 << 30)
     with pytest.raises(IndexError):
