@@ -332,15 +332,22 @@ class Request:
     def abandon(self, error: str | None) -> None:
         """End the request after an exception that may have left its last step in part: what is in no chunk is dropped.
 
-        It ends by `error`, or is aborted without one. A request that has its last chunk stays as it is.
+        It ends by `error`, or is aborted without one. A request that has its last chunk stays as it is, unless the
+        exception came while its text was made.
         """
         self.state = None
         if self._chunks:
             last = self._chunks[-1]
             self._num_added, self._is_over = last.start + len(last.token_ids), last.finish_reason is not None
         del self._logprobs[self._num_added - self._delivered[0] :]
-        if self._is_over:
+        is_in_part = self._is_changing and self._unwritten and (self.params.stop or not self._outcomes)
+        if self._is_over and not is_in_part:
+            self._outcomes.clear()
+            self._is_changing = False
             return
+        if self._is_over:
+            last = self._chunks[-1]
+            last.finish_reason = last.stop_reason = last.usage = last.failure = None
         if not self._is_changing:
             with suppress(Exception):  # of a tokenizer
                 self.write()

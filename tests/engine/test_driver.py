@@ -7,12 +7,14 @@ import gc
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.errors import CommError
@@ -145,6 +147,47 @@ def wrong_after_interrupts(model: PreTrainedModel, expected: list[list[int]], co
 
 def test_interrupts_at_any_line(model: PreTrainedModel, expected: list[list[int]]) -> None:
     assert wrong_after_interrupts(model, expected, 15) == []
+
+
+@pytest.mark.parametrize("stop", [(), ("\x00never",)])
+def test_an_answer_that_an_interrupt_meets_at_its_end_can_be_taken(
+    model: PreTrainedModel, stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each line at which the results of its last step are told, with text and all ids or with an end that says so."""
+    names = {f"t{number}": number for number in range(97)}
+    words = Tokenizer(models.WordLevel(names, "t0"))
+    words.decoder = decoders.Fuse()
+    engine = Engine.from_model(model, PreTrainedTokenizerFast(tokenizer_object=words), decode=DECODE)
+    params, update, ends = SamplingParams(max_new_tokens=4, stop=stop), Replica.update, set[str | None]()
+    wanted = engine.generate(PROMPTS[:1], params)[0]
+    for number in itertools.count(1):
+        is_whole = True
+
+        def broken(*args: Any, number: int = number) -> None:
+            nonlocal is_whole
+            if all(each.num_output >= 3 for each in args[0].scheduler.running):
+                with interrupted_at(number) as countdown:
+                    update(*args)
+                is_whole = countdown.number > 0
+            else:
+                update(*args)
+
+        monkeypatch.setattr(Replica, "update", broken)
+        request = engine.submit(PROMPTS[0], replace(params))
+        while request.finish_reason is None or not engine.is_idle:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                is_whole = False
+        chunks, done = request.take(), request.completion()
+        ends.add(done.finish_reason)
+        ids, text = [token for each in chunks for token in each.token_ids], "".join(each.text for each in chunks)
+        assert ids == done.token_ids == wanted.token_ids[: len(ids)] and wanted.text.startswith(text)
+        assert chunks[-1].finish_reason == done.finish_reason
+        assert done.finish_reason == "abort" or (ids, text) == (wanted.token_ids, wanted.text)
+        if is_whole:
+            break
+    assert number > 50 and ends == {"abort", "length"}
 
 
 @pytest.mark.parametrize("number", range(1, 10))
