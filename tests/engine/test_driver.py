@@ -153,7 +153,7 @@ def test_interrupts_at_any_line(model: PreTrainedModel, expected: list[list[int]
 def test_an_answer_that_an_interrupt_meets_at_its_end_can_be_taken(
     model: PreTrainedModel, stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each line at which the results of its last step are told, with text and all ids or with an end that says so."""
+    """At each line at which its last step is told: with text and all ids, or with an end that says so."""
     names = {f"t{number}": number for number in range(97)}
     words = Tokenizer(models.WordLevel(names, "t0"))
     words.decoder = decoders.Fuse()
