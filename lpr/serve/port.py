@@ -4,8 +4,8 @@ A connection waits for its client while the head or the body of a request is inc
 client does not take the answer. Beyond the limit, a new connection takes the place of the one that has waited longest.
 So idle clients keep nobody out. Only if all connections are being answered, a new one gets a 503.
 
-A connection costs microseconds until its first byte: a socket and a reader. What a connection needs besides, half a
-millisecond, is made when it speaks, for a few in each turn of the event loop. So floods of connections hold up nobody.
+Set-up is deferred until a connection is readable (as TCP_DEFER_ACCEPT does): before, it is a socket and a reader. The
+rest costs a fourth of a millisecond or more, and is made for a few connections in each turn of the event loop.
 
 asyncio's own servers count nothing, do not show half a TLS handshake, and loop when no file descriptor is left.
 """
@@ -30,16 +30,16 @@ RESERVED_FILES = 128
 """File descriptors for the link to the ranks, child processes, files, refused connections and --metrics-port."""
 FEWEST = 8  # connections that are accepted even if files are scarce
 _ACCEPTS = 64  # connections that are accepted in one turn of the event loop
-_BEGINS = 8  # connections that are set up in one turn of the event loop
-_HANGS_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+_SET_UPS = 8  # connections that are set up in one turn of the event loop
+_HUNG_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 _MOST_REFUSED = 16  # refused connections that stay open until their client has read why
 MOST_LINGERING = 32
 """Connections that stay open after an early answer. Reading what so many clients still send costs time."""
 SWEEP_SECONDS = 0.5  # how often connections that have waited too long are ended
 
 
-class Silent:
-    """A connection that has not said anything."""
+class Deferred:
+    """A connection whose set-up waits for its first bytes."""
 
     __slots__ = ("fd", "loop", "socket")
 
@@ -48,9 +48,12 @@ class Silent:
         self.fd = accepted.fileno()
 
     def poll(self) -> int:
-        """What has come: POLLIN, and that the client has closed it. Where the system does not tell, bytes hide that."""
+        """POLLIN if bytes have come, and _HUNG_UP if the client has closed its side, where the system tells that.
+
+        As everywhere in the service, a client that sends no more is taken for one that has gone.
+        """
         events = select.poll()
-        events.register(self.fd, select.POLLIN | _HANGS_UP)
+        events.register(self.fd, select.POLLIN | _HUNG_UP)
         return sum(seen for _, seen in events.poll(0))
 
     def end(self) -> None:
@@ -58,7 +61,7 @@ class Silent:
         self.socket.close()
 
 
-Held = Connection | Silent
+AnyConnection = Connection | Deferred
 
 
 class Port:
@@ -69,13 +72,13 @@ class Port:
         self.number: int = listening.getsockname()[1]
         self._socket = listening
         self._tls = tls
-        self._open: set[Held] = set()
-        self._waiting: dict[Held, float] = {}  # until when; the first has waited longest
-        self._speaking: deque[Silent] = deque()  # those whose first bytes have come
-        self._most_speaking = max(1, most // 2)  # behind so many of them no connection is accepted
+        self._open: set[AnyConnection] = set()
+        self._waiting: dict[AnyConnection, float] = {}  # until when; the first has waited longest
+        self._readable: deque[Deferred] = deque()  # whose set-up is due
+        self._most_readable = max(1, most // 2)  # behind so many of them no connection is accepted
         self._is_paused = False
-        self._lingering: set[Held] = set()
-        self._handshakes: dict[Held, asyncio.Task[None]] = {}
+        self._lingering: set[AnyConnection] = set()
+        self._handshakes: dict[AnyConnection, asyncio.Task[None]] = {}
         self._refused: deque[socket.socket] = deque()
         self._sweeping: asyncio.TimerHandle | None = None
         self.is_closed = False
@@ -104,31 +107,31 @@ class Port:
         self._sweep()
 
     def close(self) -> None:
-        """Accept no more connections, and end those that are in a TLS handshake or have said nothing."""
+        """Accept no more connections, and end those that are in a TLS handshake or are not set up."""
         self.is_closed = True
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._loop.remove_reader(self._socket)
         self._socket.close()
-        for connection in [each for each in self._open if each in self._handshakes or isinstance(each, Silent)]:
+        for connection in [each for each in self._open if each in self._handshakes or isinstance(each, Deferred)]:
             self._end(connection)
-        self._speaking.clear()
+        self._readable.clear()
         while self._refused:
             self._refused.popleft().close()
 
     # Called by connections.
 
-    def wait(self, connection: Held, waits: Waits) -> None:
+    def wait(self, connection: AnyConnection, waits: Waits) -> None:
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = self._loop.time() + SECONDS[waits]
             if waits is Waits.LINGER:
                 self._lingering.add(connection)
 
-    def work(self, connection: Held) -> None:
+    def work(self, connection: AnyConnection) -> None:
         self._waiting.pop(connection, None)
 
-    def lost(self, connection: Held) -> None:
+    def lost(self, connection: AnyConnection) -> None:
         self._waiting.pop(connection, None)
         self._open.discard(connection)
         self._lingering.discard(connection)
@@ -148,54 +151,55 @@ class Port:
                 return
             accepted.setblocking(False)
             if len(self._open) < self.most or self._end_longest_waiting():
-                self._listen(accepted)
+                self._defer(accepted)
             else:
                 self._refuse(accepted)
 
-    def _listen(self, accepted: socket.socket) -> None:
-        """Wait for a connection's first bytes. With TLS the handshake is what it waits for."""
+    def _defer(self, accepted: socket.socket) -> None:
+        """Wait for a connection's first bytes; with TLS set it up at once, for the handshake."""
         if self._tls is not None:
-            self._begin(accepted)
+            self._set_up(accepted)
             return
-        silent = Silent(accepted, self._loop)
-        self._open.add(silent)
-        self.wait(silent, Waits.HEAD)
-        if not self._hear(silent):  # most clients have sent their request already
-            self._loop.add_reader(silent.fd, self._hear, silent)
+        deferred = Deferred(accepted, self._loop)
+        self._open.add(deferred)
+        self.wait(deferred, Waits.HEAD)
+        if not self._on_readable(deferred):  # most clients have sent their request already
+            self._loop.add_reader(deferred.fd, self._on_readable, deferred)
 
-    def _hear(self, silent: Silent) -> bool:
-        """Take a connection that speaks; False if it has not. One whose client has gone ends, whatever it has said."""
-        events = silent.poll()
-        if events & _HANGS_UP:
-            self._end(silent)
+    def _on_readable(self, deferred: Deferred) -> bool:
+        """Let a readable connection wait for its set-up, and end one whose client has gone; False if it is neither."""
+        events = deferred.poll()
+        if events & _HUNG_UP:
+            self._end(deferred)
         elif events:
-            self._loop.remove_reader(silent.fd)
-            self.work(silent)
-            self._speaking.append(silent)
-            if len(self._speaking) == 1:
-                self._loop.call_soon(self._begin_some)
-            if len(self._speaking) >= self._most_speaking and not self._is_paused:
+            self._loop.remove_reader(deferred.fd)
+            self.work(deferred)
+            self._readable.append(deferred)
+            if len(self._readable) == 1:
+                self._loop.call_soon(self._set_up_some)
+            if len(self._readable) >= self._most_readable and not self._is_paused:
                 self._is_paused = True
                 self._loop.remove_reader(self._socket)
         return events != 0
 
-    def _begin_some(self) -> None:
-        """Set up connections that speak: three of the newest, then the oldest.
+    def _set_up_some(self) -> None:
+        """Set up readable connections: three of the newest, then the oldest.
 
         So a client waits neither for the hundreds that others have opened at once, nor for all that come after it.
         """
-        for number in range(min(_BEGINS, len(self._speaking))):
-            silent = self._speaking.popleft() if number % 4 == 3 else self._speaking.pop()
-            self.lost(silent)
-            self._begin(silent.socket)
-        if self._speaking:
-            self._loop.call_soon(self._begin_some)
-        if self._is_paused and len(self._speaking) < self._most_speaking:
+        count = min(_SET_UPS, len(self._readable))
+        if len(self._readable) > count:  # first: whatever becomes of these, the others have their turn
+            self._loop.call_soon(self._set_up_some)
+        for number in range(count):
+            deferred = self._readable.popleft() if number % 4 == 3 else self._readable.pop()
+            self.lost(deferred)
+            self._set_up(deferred.socket)
+        if self._is_paused and len(self._readable) < self._most_readable:
             self._is_paused = False
             self._resume()
 
-    def _begin(self, accepted: socket.socket) -> None:
-        """Set up a connection. With TLS it waits at once; else it has said something, and is waited for."""
+    def _set_up(self, accepted: socket.socket) -> None:
+        """Set up a connection. With TLS it waits for its client at once; else its client waits for it."""
         connection = self._make()
         connection.socket = accepted
         self._open.add(connection)
@@ -231,7 +235,7 @@ class Port:
             self._end(connection)
         return connection is not None
 
-    def _end(self, connection: Held) -> None:
+    def _end(self, connection: AnyConnection) -> None:
         self.lost(connection)
         task = self._handshakes.get(connection)
         if task is not None:

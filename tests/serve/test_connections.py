@@ -532,10 +532,10 @@ def lost_connections_keep_themselves(patch):
 
 
 def those_who_speak_give_way(patch):
-    patch.setattr(Port, "_hear", lambda self, silent: self._loop.call_later(0.05, hear, self, silent))
+    patch.setattr(Port, "_on_readable", lambda self, deferred: self._loop.call_later(0.05, on_readable, self, deferred))
 
 
-hear = Port._hear
+on_readable = Port._on_readable
 FOUND_BY = {
     those_who_speak_give_way: lambda kind, _: test_what_has_been_said_is_answered_however_many_speak_at_once(kind),
     nobody_waits: lambda kind, _: test_idle_connections_keep_nobody_out(kind),

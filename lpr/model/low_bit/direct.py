@@ -33,8 +33,8 @@ REMEMBERED = 8192
 class LikelyTokens:
     """The panels of the output head that a pass reads: one half, and those of tokens that have come of late.
 
-    Tokenizers number their tokens by how common they were in training, so the first half has nearly all of a text. A
-    token that is not among them the copy never drafts; where the model has chosen it once, it is.
+    Byte pair encoding numbers its tokens in the order of its merges, so the first half has nearly all of a text. The
+    copy drafts no token of another panel until one of that panel has come.
     """
 
     def __init__(self, num_tokens: int) -> None:
