@@ -316,6 +316,17 @@ def test_a_draft_vocabulary_of_another_model_is_left_out(
     assert "its draft vocabulary is not the model's" in caplog.text
 
 
+def test_a_draft_vocabulary_is_left_out_where_ranks_split_the_output_head(
+    loaded: Loaded, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert loaded.head is not None
+    loaded.model.save_pretrained(tmp_path)
+    save(loaded.head, tmp_path / OWN_FILE, torch.float32, torch.arange(1, 97, 2))
+    monkeypatch.setattr("lpr.model.heads.read.VocabularyHead", type(loaded.model.get_output_embeddings()))
+    assert read_head(str(tmp_path), loaded.model) is None
+    assert "a draft vocabulary is not used with --tp" in caplog.text
+
+
 def test_texts_to_learn_from_are_those_of_plain_decoding(loaded: Loaded, plain: list[list[int]]) -> None:
     decode = DecodeConfig.autoregressive(max_batch_size=2, prefill_chunk=8)
     engine = Engine(loaded, decode, EngineOptions(prefix_reuse=False))
