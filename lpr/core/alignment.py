@@ -1,10 +1,11 @@
 """Online alignment of an output with the text that it is predicted to follow. Twin: native/alignment.h.
 
 An output that edits a text departs from it at insertions, deletions and replacements. *Cursors* are likely places of
-the next token in the text, each with a strength on the scale of a context match's length. A token that stands at a
-cursor strengthens it; at any other token the cursor stays (insertion) or steps on (replacement), weaker. Where the
-strongest cursor fails, further ones start behind occurrences of the token: near the *anchor*, the last sure place,
-which covers deletions and the end of an insertion, and wherever the text has the same context, which covers moves.
+the next token in the text. Each has a strength, on the scale of a context match's length. A token that equals the one
+at a cursor strengthens the cursor. After any other token the cursor stays (insertion) or advances (replacement), and is
+weaker. If the strongest cursor fails, new cursors start after occurrences of the token: near the *anchor*, the last
+certain place, which covers deletions and the end of an insertion, and wherever the text has the same context, which
+covers moves.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from lpr.core.suffix_index import SuffixIndex
 
 
 class Alignment(NamedTuple):
-    """Places of the next token in a text, as indices into the tokens of its suffix index, which forgets nothing."""
+    """Places of the next token in a text, as indices into the tokens of its suffix index, which never evicts."""
 
     cursors: tuple[tuple[int, int], ...]  # place and strength (1 to MAX_MATCH), the strongest first
-    anchor: int = 0  # the latest place that was sure
-    lost: int = 0  # tokens of the output since a place was sure
+    anchor: int = 0  # the latest certain place
+    lost: int = 0  # tokens of the output since a place was certain
 
     def follow(self, index: SuffixIndex, context: Sequence[int]) -> Alignment:
         """The alignment after one more token of the output, the last of `context`."""
@@ -66,7 +67,7 @@ class Prediction:
             self.alignment = self.alignment.follow(self.index, known[max(0, end - constants.MAX_MATCH) : end])
 
     def places(self, alignment: Alignment, last: int, agrees: bool) -> Iterator[tuple[float, int]]:
-        """Weight and place of cursors behind the token `last`; or, where it `agrees` not, of those behind another."""
+        """Weight and place of the cursors after the token `last` if `agrees`, else of those after another token."""
         tokens = self.index.tokens
         for place, strength in alignment.cursors:
             if agrees == (not place or tokens[place - 1] == last):
@@ -74,13 +75,13 @@ class Prediction:
 
 
 def _offer(found: dict[int, int], place: int, strength: int) -> None:
-    """Keep a cursor, with the greatest strength that is offered for its place."""
+    """Add a cursor; a place keeps its greatest strength."""
     if strength > 0:
         found[place] = max(found.get(place, 0), min(strength, constants.MAX_MATCH))
 
 
 def _near(tokens: Sequence[int], anchor: int, context: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Places behind occurrences of the last token of `context` around `anchor`, and the lengths of their matches."""
+    """Places after occurrences of the last token of `context` around `anchor`, with match lengths."""
     left = constants.NEAR_PLACES
     for place in range(max(0, anchor - constants.NEAR_BEFORE), min(anchor + constants.NEAR_AFTER, len(tokens))):
         if tokens[place] == context[-1] and left:

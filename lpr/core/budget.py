@@ -25,7 +25,7 @@ from lpr.core.tree import Source, TokenTree
 class ExpectedTokens:
     """Expected tokens and time of a step while its trees are drafted, one after the other.
 
-    At any time they are those of a step that could be taken, so the best step has at least that rate.
+    Drafting may stop after any node, so the best step has at least the rate reached so far.
     """
 
     __slots__ = ("_node_ms", "_num_nodes", "_rate", "_times", "_tokens")
@@ -33,7 +33,7 @@ class ExpectedTokens:
     def __init__(self, tokens: float, times: Sequence[float], node_ms: Sequence[float]) -> None:
         """A step that emits `tokens` without drafts; times[n] are its milliseconds with n drafted nodes.
 
-        node_ms[n] is the least that further nodes after n cost on average, however many they are.
+        node_ms[n] is the least average cost of a node after n, over all numbers of further nodes.
         """
         self._tokens = tokens
         self._times = times
@@ -69,8 +69,8 @@ class Price:
         self.floor = expected.price
         """No node with a lower path probability can pay.
 
-        In a batch this holds for what is drafted so far: nodes of sequences drafted later may displace some of it, or
-        pay for the way to a cheaper stretch of the step times.
+        In a batch this holds for the nodes drafted so far. Nodes of sequences drafted later may displace some of them,
+        or make the step large enough to reach a cheaper part of the step times.
         """
 
     def take(self, probability: float) -> None:
@@ -85,33 +85,33 @@ class DraftRequest:
     """The size of a sequence's draft."""
 
     nodes: int  # most nodes to draft besides the Jacobi window's
-    price: Price | None  # when to stop before that; None never stops
+    price: Price | None  # stops drafting when nodes no longer pay; None: no early stop
     window: int  # columns of the Jacobi window; 0: it does not run
     trusts: Sequence[float] | None = None
-    """By band of depths, the factor of path probabilities (AcceptanceHistory.trusts); None: 1."""
+    """Per band of depths, the factor of path probabilities (AcceptanceHistory.trusts); None: 1."""
 
 
 @dataclass
 class Draft:
-    """A drafted tree, before it is cut to size."""
+    """A drafted tree before `cut`."""
 
     tree: TokenTree
     probabilities: list[float]
-    """[len(tree)], path probability of each node, as far as it is trusted, 1 at the root; the window's own nodes have 0
-    or the heap's value."""
-    num_window: int  # the first nodes, root and Jacobi window, which stay
+    """[len(tree)], each node's path probability times its trust, 1 at the root. A node of the window that no other
+    source proposed has 0."""
+    num_window: int  # number of leading nodes (root and Jacobi window), which `cut` keeps
     trusts: Sequence[float] | None = None  # as in its DraftRequest
 
 
 @dataclass
 class Promises:
-    """How many promised nodes were accepted; older steps count less."""
+    """Expected and actual numbers of accepted nodes; older steps count less."""
 
-    expected: float = 0.0  # accepted nodes that path probabilities promised
+    expected: float = 0.0  # sum of path probabilities
     accepted: float = 0.0  # accepted nodes
 
     def trust(self, first: float = 1.0) -> float:
-        """Factor for path probabilities, by the accepted part of earlier promises; `first` without any."""
+        """Factor for path probabilities: accepted over expected nodes so far; `first` before any."""
         return (first * constants.TRUSTED_NODES + self.accepted) / (constants.TRUSTED_NODES + self.expected)
 
     def record_step(self, offered: float, accepted: int, memory: float, idle: float = constants.PLAIN_MEMORY) -> None:
@@ -136,23 +136,23 @@ def _no_offer() -> list[float]:
 
 @dataclass
 class AcceptanceHistory:
-    """How far a sequence's drafts kept what they promised, by depth.
+    """Expected and accepted nodes of a sequence's drafts, by depth.
 
-    A text that is copied breaks off where it breaks off, so the deep nodes of a chain fail together: their promises say
-    little about those of the first ones, and the other way round.
+    A copied passage ends at one token, and all deeper nodes of the chain fail together. So the acceptance of deep nodes
+    says little about that of shallow ones, and the other way round.
     """
 
     by_band: list[Promises] = field(default_factory=lambda: [Promises() for _ in range(constants.NUM_BANDS)])
     offered: list[float] = field(default_factory=_no_offer)
-    """By band, accepted nodes that the tree of the running step promises, as if all promises were kept."""
+    """Per band, the expected accepted nodes of the running step's tree, with all trusts 1."""
     quiet: int = 0  # steps in a row whose best size was no draft at all
     pause: int = 0  # plain steps until drafts are tried again
     is_new: bool = True  # True until a step of the sequence is counted
 
     def trusts(self, first: Sequence[float] = (1.0,) * constants.NUM_BANDS) -> list[float]:
-        """By band, the factor for path probabilities; `first` where nothing was tried.
+        """Per band, the factor for path probabilities; `first` before any trial.
 
-        None is above that of the band before, so no node becomes more likely than its parent.
+        Factors never rise with depth, so no node becomes more likely than its parent.
         """
         found, last = list[float](), math.inf
         for promises, each in zip(self.by_band, first, strict=True):
@@ -167,7 +167,7 @@ class AcceptanceHistory:
             promises.record_step(promised, kept, memory, idle)
 
     def count(self, drafted: bool, is_far: bool) -> None:
-        """Count a step that kept drafts, or that kept none because its best node was far from its price or near it."""
+        """Count a step with or without drafted nodes; `is_far` if its best node was worth far less than its price."""
         if self.pause:
             self.pause -= 1
         elif drafted:
@@ -180,10 +180,10 @@ class AcceptanceHistory:
 
 
 class FixedBudget:
-    """Trees of the configured size, whatever they cost."""
+    """Trees of the configured size."""
 
     def __init__(self, config: TreeSizes, num_ranks: int = 1) -> None:
-        """The sizes of `config`, which `num_ranks` ranks spend together."""
+        """The sizes of `config`, for trees that up to `num_ranks` ranks share."""
         parts = sizes_by_homes(config, num_ranks)
         self._requests = [
             DraftRequest(each.num_guess_nodes + each.trie_nodes, None, each.window_size) for each in parts
@@ -191,19 +191,19 @@ class FixedBudget:
         self._request = self._requests[-1]
 
     def begin(self, count: int, pending: int, num_homes: int) -> None:
-        """As AdaptiveBudget.begin; steps differ by the number of their ranks alone."""
+        """As AdaptiveBudget.begin; only the number of home ranks matters."""
         self._request = self._requests[num_homes - 1]
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
         return self._request
 
     def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
-        """All nodes stay."""
+        """Keeps all nodes."""
 
     def observe(
         self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
     ) -> None:
-        """Fixed sizes do not learn."""
+        """Does nothing: fixed sizes do not adapt."""
 
 
 class AdaptiveBudget:
@@ -216,7 +216,7 @@ class AdaptiveBudget:
         """
         self.times = times  # Milliseconds at `constants.KNOTS` of a step like the running one
         self.other_tokens = 0.0
-        """Tokens that other requests are expected to get in the running step, which lasts as long for all."""
+        """Expected tokens of other requests in the running step; they wait for it too."""
         self._step = (1, 0)
         self._parts = sizes_by_homes(config, num_ranks)
         self._spread(num_ranks)
@@ -247,8 +247,8 @@ class AdaptiveBudget:
         """
         self._expected_tokens = None
         self._spread(num_homes if num_homes is not None else len(self._parts))
-        # One rank has no pending tokens but a prompt's, whatever is drafted. Beside them nodes are cheaper than in any
-        # other step, but whoever waits for a first token pays for them: they are priced as in the next step.
+        # With one rank, pending tokens are tokens of prompts. Nodes are cheap beside a prompt, but they delay the
+        # prompt's first token, so they are priced as in a step without it.
         self._step = (count, pending if self.num_ranks > 1 else 0)
 
     def request(self, history: AcceptanceHistory) -> DraftRequest:
@@ -261,15 +261,15 @@ class AdaptiveBudget:
             self._expected_tokens = ExpectedTokens(tokens, *self._price_nodes(np.array(self.times), *self._step, held))
         trusts = self._all.trusts()
         if history.is_new:
-            # Some kinds of texts begin alike and others do not, which calibration by a match's length cannot tell.
+            # How predictable a text's beginning is depends on the workload; calibration by match length cannot tell.
             trusts = self._first_trees.trusts(trusts)
         columns = self._columns if self.window else 0
         return DraftRequest(self._limit - held, Price(self._expected_tokens), columns, history.trusts(trusts))
 
     def cut(self, drafts: Sequence[Draft], histories: Sequence[AcceptanceHistory]) -> None:
-        """Cut the trees to the nodes that pay; a sequence without any for several steps pauses."""
+        """Truncate the trees to the nodes that pay; a sequence that keeps none for several steps pauses drafting."""
         if not any(len(draft.tree) > 1 for draft in drafts):
-            for history in histories:  # plain decoding stays as cheap as it is without a budget
+            for history in histories:  # no arithmetic in plain decoding
                 history.offered = _no_offer()
                 history.count(False, is_far=True)
             return
@@ -296,7 +296,7 @@ class AdaptiveBudget:
     def observe(
         self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], histories: Sequence[AcceptanceHistory]
     ) -> None:
-        """Count the accepted `paths`: how far promises held, and the window's yield while it runs."""
+        """Count the accepted `paths`: accepted against expected nodes, and the window's yield while it runs."""
         is_plain = True
         for tree, path, history in zip(trees, paths, histories, strict=True):
             accepted = [0] * constants.NUM_BANDS
@@ -323,9 +323,9 @@ class AdaptiveBudget:
         self._yield = by_window, by_pool
 
     def _price_nodes(self, row: np.ndarray, count: int, pending: int, held: int) -> tuple[list[float], list[float]]:
-        """Milliseconds of the step by its drafted nodes, and the least that further ones cost on average.
+        """Per number of drafted nodes: milliseconds of the step, and the least average cost of further nodes.
 
-        Its `count` sequences have `held` window nodes each.
+        Each of the step's `count` sequences has `held` window nodes.
         """
         nodes = np.arange(count * self._limit + 1)
         per_rank = (count * (1 + held) + nodes) / self.num_ranks + pending
@@ -334,8 +334,9 @@ class AdaptiveBudget:
     def _weigh_window(self, tokens: np.ndarray, count: int) -> None:
         """Compare the step with and without a window; switch at the end of a segment.
 
-        Its nodes are taken from those that a step may have. So where all are spent it must earn more than the last of
-        them promise or, while it runs, than further ones would; these are taken to promise 1/n.
+        The window's nodes count against the node limit of a step. If the limit binds, the window must earn more than
+        the drafted nodes that it displaces. While it runs these were not drafted, and their gain is extrapolated as
+        1/n.
         """
         by_window, by_pool = self._yield
         held, drafted = count * self._window_nodes, len(tokens) - 1
@@ -356,12 +357,12 @@ class AdaptiveBudget:
             self._segment.clear()
 
     def _milliseconds(self, sizes: np.ndarray) -> np.ndarray:
-        """Times of steps whose trees have `sizes` nodes together."""
+        """Milliseconds of steps whose trees have `sizes` nodes in total."""
         return times_at(np.ceil(sizes / self.num_ranks) + self._step[1], self.times)
 
 
 def sizes_by_homes(config: TreeSizes, num_ranks: int) -> list[TreeSizes]:
-    """The sizes of a tree that 1, 2, ... or all of `num_ranks` ranks evaluate."""
+    """The tree sizes for 1, 2, ... `num_ranks` home ranks."""
     return [config.of_ranks(some, num_ranks) for some in range(1, num_ranks + 1)]
 
 
@@ -376,13 +377,13 @@ def total(values: Sequence[float]) -> float:
 def _falling(draft: Draft) -> np.ndarray:
     """Path probabilities of the nodes after the window, none higher than one drafted before it.
 
-    Nodes come best first, up to what an estimate changes later; so the nodes above any threshold are the first ones.
+    Nodes are drafted in nearly falling order. Made monotone, the nodes above any threshold are a prefix of the draft.
     """
     return np.minimum.accumulate(np.array(draft.probabilities[draft.num_window :], dtype=float))
 
 
 def _offered(draft: Draft) -> list[float]:
-    """By band, the nodes that the tree promises behind its window, before they were trusted less."""
+    """Per band, the expected accepted nodes of the tree without its window, with all trusts 1."""
     offered = _no_offer()
     for node in range(draft.num_window, len(draft.tree)):
         band = band_of(draft.tree.depths[node])

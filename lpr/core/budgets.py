@@ -1,8 +1,8 @@
 """A budget for each set of home ranks: a rank drafts only for the requests that it serves. Twin: native/budgets.h.
 
-What a budget has learned, how far promises hold and what the Jacobi window yields, decides the next trees, and ranks
-that share trees must decide alike. So each set of ranks has a budget of its own, which only these ranks keep, and which
-sees only the requests that have these home ranks.
+A budget learns how well path probabilities predict acceptance and how many tokens the Jacobi window yields. This
+decides the next trees, and ranks that share trees must decide alike. So each set of home ranks has its own budget. Only
+these ranks keep it, and it sees only the requests that have exactly these home ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ class Budgets:
     """The budgets of the sets of home ranks that a rank belongs to."""
 
     def __init__(self, config: TreeSizes, num_ranks: int = 1, first_times: Sequence[float] | None = None) -> None:
-        """Trees of `config`, which `num_ranks` ranks spend together: all nodes, or those that pay.
+        """Trees of up to the sizes of `config`, split over at most `num_ranks` ranks.
 
-        `first_times` are milliseconds at KNOTS for one sequence, by which a new budget starts; None fixes the sizes.
+        `first_times` are milliseconds at KNOTS for one sequence, the start of a new adaptive budget; None makes the
+        sizes fixed.
         """
         self._config, self._num_ranks, self.first_times = config, num_ranks, first_times
         self._by_homes: dict[Homes, Budget] = {}
@@ -36,10 +37,10 @@ class Budgets:
         return len(self._by_homes)
 
     def begin_step(self, prices: Prices) -> None:
-        """Set what nodes cost in the coming step, and drop budgets unused for long.
+        """Set the step times of the coming step, and drop budgets that were not used for FORGOTTEN_AFTER steps.
 
-        Dropping goes by the number of steps alone, so it is the same on all ranks of a set. `prices` is empty where
-        sizes are fixed, else it has every set of home ranks of which this rank is one.
+        Dropping depends on step counts only, so all ranks of a set drop the same budgets. `prices` is empty if sizes
+        are fixed; else it has an entry for every set of home ranks that includes this rank.
         """
         self._step += 1
         for homes in [each for each, step in self._last_used.items() if self._step - step > constants.FORGOTTEN_AFTER]:
@@ -50,7 +51,7 @@ class Budgets:
             budget.times, budget.other_tokens = times, other_tokens
 
     def of(self, homes: Sequence[int]) -> Budget:
-        """The budget of requests that have just these home ranks."""
+        """The budget of requests that have exactly these home ranks."""
         key = tuple(homes)
         self._last_used[key] = self._step
         if key not in self._by_homes:

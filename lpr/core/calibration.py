@@ -24,13 +24,13 @@ _STAGE_SIZE = constants.NUM_LEVELS * constants.NUM_KINDS * constants.NUM_BUCKETS
 
 
 def first_cell(stage: int, depth: int) -> int:
-    """The first cell of a stage below parents of a depth; `cell_within` counts from there."""
+    """The first cell of a stage for parents at `depth`; `cell_within` is an offset from it."""
     level = constants.LEVELS[depth] if depth < len(constants.LEVELS) else constants.NUM_LEVELS - 1
     return (stage * constants.NUM_LEVELS + level) * constants.NUM_KINDS * constants.NUM_BUCKETS
 
 
 def cell_within(kind: int, odds: float) -> int:
-    """The place of a cell among those of its stage and depth: by kind of evidence and octave of the score's odds."""
+    """Offset of a cell among those of its stage and depth: by kind of evidence and octave of the score's odds."""
     bucket = frexp(odds)[1] + constants.MIDDLE_BUCKET
     if not 0 <= bucket < constants.NUM_BUCKETS:
         bucket = 0 if bucket < 0 else constants.NUM_BUCKETS - 1
@@ -46,7 +46,7 @@ class Calibration:
         """The shipped frequencies, fitted on recorded completions, for a request that is greedy or that samples."""
         self.frequencies = constants.SHIPPED_FREQUENCIES[is_sampled][:]  # per cell, from 0 to 1
         self.trials = constants.SHIPPED_TRIALS[is_sampled][:]
-        """Per cell: the number of trials that its frequency counts for."""
+        """Per cell: the weight of its frequency, in trials."""
         self._digest = Digest()
 
     @property
@@ -55,7 +55,7 @@ class Calibration:
         return self._digest.value
 
     def copy(self) -> Calibration:
-        """One with the same record, which goes on by itself."""
+        """An independent copy."""
         copy = Calibration()
         copy.frequencies, copy.trials, copy._digest.value = self.frequencies[:], self.trials[:], self.digest
         return copy
@@ -68,7 +68,7 @@ class Calibration:
         """
         changed = array("d")
         for parent, right in zip(path, path[1:] if is_open else (*path[1:], -1), strict=not is_open):
-            # A right child that no source of the search proposed was wrong for all of them.
+            # No source of the search proposed the right child, so the children of all stages count as wrong.
             end = (cells[right] // _STAGE_SIZE + 1) * _STAGE_SIZE if right >= 0 else 0
             end = end or len(self.frequencies)
             for child in tree.children[parent].values():

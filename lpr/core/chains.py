@@ -1,12 +1,12 @@
 """Drafts for another engine: one chain of tokens per sequence (vLLM) or one tree (SGLang). Twin: native/chains.h.
 
-Such an engine shows no more than each sequence's text. What a step has accepted is read from it: a drafted tree is
-walked along the new tokens. Below every node on that path it is known which child was right, also of children that the
-engine never verified, so the calibration learns from the whole tree and not from the chain alone.
+Such an engine exposes only each sequence's text. The accepted path is inferred from it: the drafted tree is walked
+along the new tokens. This shows the right child of every node on the path, also among children that the engine never
+verified, so calibration learns from the whole tree instead of the chain alone.
 
-The chain of a tree is the path of the greatest expected gain. Chains are then cut together: a step of B sequences with
-their k likeliest tokens takes the time t(B + k) and emits B + p_1 + ... + p_k tokens, and k is chosen such that
-the tokens per time are most. A step without any draft may take less than t(B), as an engine does more for verification.
+The chain of a tree is the path with the greatest expected gain. Chains are then cut together: a step of B sequences
+with their k likeliest tokens takes the time t(B + k) and emits B + p_1 + ... + p_k tokens, and k maximises tokens per
+time. A step without drafts may take less than t(B), because verification adds work in an engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FixedPrice(Price):
 
 
 class ChainRecord:
-    """What the sequences of a server have shown together. A new one starts from its calibration."""
+    """Calibration and acceptance over all sequences of a server; the start of a new sequence."""
 
     def __init__(self) -> None:
         self.calibration = Calibration()
@@ -49,7 +49,7 @@ class ChainState:
     __slots__ = ("_acceptance", "_chain", "_drafter", "_is_readable", "_probabilities", "_tree", "tokens")
 
     def __init__(self, config: TreeSizes, shared: SuffixIndex | None = None) -> None:
-        """A sequence of which nothing was read; it drafts from its own text and from the `shared` index."""
+        """An empty sequence, which drafts from its own text and from the `shared` index."""
         self.tokens: list[int] = []  # the text read so far
         self._drafter = Drafter(config, shared)
         self._acceptance = Promises()
@@ -67,7 +67,7 @@ class ChainState:
         return count <= len(text) and text[:count].tolist() == self.tokens
 
     def text_from(self, begin: int) -> list[int]:
-        """The tokens read from number `begin` on; none if the text holds placeholders, which have no meaning."""
+        """The tokens read from index `begin` on; [] if the text contains placeholders (negative ids)."""
         return self.tokens[begin:] if self._is_readable else []
 
     def read(self, text: np.ndarray, record: ChainRecord) -> None:
@@ -100,7 +100,7 @@ class ChainState:
         accepted = 0
         while accepted < min(len(self._chain), len(news)) and self._chain[accepted] == news[accepted]:
             accepted += 1
-        # A chain that the text follows to its end was cut by the engine; an unverified token is no promise.
+        # If the text ends within the chain, the engine did not verify the rest of it, which then does not count.
         num_verified = accepted if accepted == len(news) else len(self._chain)
         offered = 0.0
         for probability in self._probabilities[:num_verified]:
@@ -109,9 +109,9 @@ class ChainState:
         record.acceptance.record_step(offered, accepted, constants.LONG_MEMORY)
 
     def draft(self, depth: int, num_nodes: int, floor: float, first_trust: float) -> list[float]:
-        """Draft a chain of at most `depth` tokens; returns what each is expected to gain, falling.
+        """Draft a chain of at most `depth` tokens; returns their expected gains, in falling order.
 
-        It is chosen among `num_nodes` nodes. A token that gains less than `floor` does not pay.
+        The chain is chosen from a tree of `num_nodes` nodes. A token below the probability `floor` does not pay.
         """
         self._chain, self._probabilities = [], []
         if depth < 1 or not self._is_readable or not self.tokens:
@@ -164,7 +164,7 @@ class Chains:
             raise ValueError(f"num_nodes={num_nodes} must be at least 1, times must be {len(constants.KNOTS)}")
         self.times = list(times)  # times of a step at `constants.KNOTS` tokens, in any unit; set before a draft
         self.plain_part = 1.0
-        """Time of a step without drafts, as a part of that in `times` for as many tokens; set before a draft."""
+        """Time of a step without drafts, relative to `times` at as many tokens; set before a draft."""
         self._num_nodes = num_nodes
         self._record = ChainRecord()
 
@@ -193,7 +193,7 @@ class Chains:
     def draft_trees(
         self, states: Sequence[ChainState], news: Sequence[np.ndarray], depth: int
     ) -> list[tuple[list[int], list[int]]]:
-        """Read the sequences' `news` (int32 [num_tokens] each), and draft a tree for each, all of the same cost."""
+        """Read the sequences' `news` (int32 [num_tokens] each), and draft a tree of equal size for each."""
         for state, tokens in zip(states, news, strict=True):
             state.extend(tokens.tolist(), self._record)
         return [state.draft_tree(depth, self._num_nodes) for state in states]

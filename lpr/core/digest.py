@@ -1,4 +1,4 @@
-"""Digests by which ranks compare what must be equal. Twin: native/digest.h."""
+"""Digests by which ranks compare replicated state. Twin: native/digest.h."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ MASK64 = 2**64 - 1
 
 
 class Digest:
-    """A 64-bit digest of the whole numbers taken in so far, in order.
+    """A 64-bit digest of a sequence of integers.
 
-    A multiplicative hash of our own in place of xxHash, whose C header no package on PyPI brings for a build.
+    A multiplicative hash instead of xxHash, because no package on PyPI ships the xxHash C header for a build.
     """
 
     __slots__ = ("value",)
@@ -20,7 +20,7 @@ class Digest:
         self.value = 1
 
     def update(self, words: Iterable[int]) -> None:
-        """Take in `words`, each modulo 2^64."""
+        """Append `words`, each modulo 2^64."""
         value = self.value
         for word in words:
             value = (value ^ word & MASK64) * 0x9E3779B97F4A7C15 & MASK64

@@ -8,23 +8,23 @@ score is its share of the evidence's weight, of which a part is kept back for to
     score(child) = weight(child) / (weight(all) + novelty)
     p(child) = p(node) * how often children of such a score were right        (lpr.core.calibration)
 
-A child inherits the places that led to it, one token further on, so a copied passage costs one step of an index per
-node. The probability that the children leave of p(node) is an entry of the same heap, the escape: when its turn comes,
-the next source, in order of falling context (two tokens, one token, a context with one token replaced, none), shares
-that probability out. So the budget goes to depth where a long match is sure of itself and to breadth elsewhere, and a
-source costs nothing until its turn comes. Nodes that the tree held before (the Jacobi window's) are children like
+A child inherits the places that led to it, advanced by one token, so a copied passage costs one index step per node.
+The part of p(node) that the children do not claim is an entry of the same heap, the escape. When the escape is popped,
+the next source distributes that probability; sources are ordered by falling context (two tokens, one token, a context
+with one token replaced, none). So the budget goes to depth after a long match and to breadth elsewhere, and a source
+costs nothing before its escape is popped. Nodes that the tree already held (the Jacobi window's) are children like
 others and cost no budget.
 
 A model with prediction heads guesses what follows the last token (lpr.core.heads). Its guesses join the evidence of
-the first source at the nodes that they reach. Those of a low-bit copy of the model come before all evidence: its share
-alone chooses their cells, and what they leave of p(node) is shared out among the others.
+the first source at the nodes that they reach. Guesses of a low-bit copy of the model take precedence over all evidence:
+their cells depend on the copy's share alone, and the other children share the rest of p(node).
 
-A request may bring a prediction of its output (lpr.core.alignment). Its cursors behind the node's token are asked with
-the first source, the others with the one that replaces a token.
+A request may include a prediction of its output (lpr.core.alignment). Cursors after the node's token join the first
+source, other cursors the source that replaces a token.
 
-Recycled candidates count by their context (lpr.core.evaluated): those that followed the last token where the context
-agrees longest, and those of rejected siblings; where there are none, the table's. A request's sampling noise is known
-and changes a child's odds (lpr.core.noise_keys).
+Recycled candidates are chosen by context (lpr.core.evaluated): those after the occurrences of the last token with the
+longest match, and those of rejected siblings; if there are none, those of the table. A request's sampling noise is
+known and changes a child's odds (lpr.core.noise_keys).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Drafter:
     ) -> None:
         """A drafter that only reads the `shared` suffix index and the `table` of recycled candidates.
 
-        `seed` is that of a request that samples, 64 bits. The output, behind `num_prompt` tokens, is expected to follow
-        `prediction` where it can.
+        `seed` (64 bits) belongs to a request that samples; None: greedy. The output, after `num_prompt` tokens, is
+        expected to follow `prediction`.
         """
         self.config = config
         self.seed = seed
@@ -94,7 +94,7 @@ class Drafter:
             for token in tokens:
                 recent.pop(token, None)
                 recent[token] = None
-        elif self.pool.guess_set_size:  # a suffix index holds them
+        elif self.pool.guess_set_size:  # a suffix index would hold these n-grams already
             self.pool.add_text(self._tail, tokens, self.config.ngram_size)
         if self._prediction is not None:
             self._prediction.observe(self._tail, tokens)
@@ -112,10 +112,11 @@ class Drafter:
         """Add up to `budget` nodes to `tree`, best first; return each node's calibrated path probability.
 
         The tree's root is the last observed token. A node that the tree already holds costs no budget. No node is
-        deeper than `config.branch_length` or `max_depth`. The list is [len(tree)], 1 at the root and 0 at nodes held
-        before that are less likely than those drafted; the probabilities of a node's children sum to its own at most.
-        A larger budget adds nodes and changes none. The draft ends where the best remaining entry is less likely than
-        the floor of `price`. Path probabilities count `trusts` times, by band of depths (lpr.core.budget.band_of).
+        deeper than `config.branch_length` or `max_depth`. The list is [len(tree)], 1 at the root and 0 at nodes that
+        the tree already held and the search did not reach; the probabilities of a node's children sum to at most its
+        own. A larger budget adds nodes and changes none. The draft ends when the best remaining entry is less likely
+        than the floor of `price`. Path probabilities are multiplied by `trusts`, per band of depths
+        (lpr.core.budget.band_of).
         """
         deepest = self.config.branch_length if max_depth is None else min(self.config.branch_length, max_depth)
         probabilities = [1.0] + [0.0] * (len(tree) - 1)
@@ -146,15 +147,15 @@ class Drafter:
         return probabilities
 
     def learn(self, tree: TokenTree, path: Sequence[int], is_open: bool = False) -> None:
-        """Calibrate by the accepted `path` of `tree`, which the last draft made; before `observe`.
+        """Calibrate by the accepted `path` of the last drafted `tree`; call it before `observe`.
 
-        A path that `is_open` ends with the last known token (Calibration.observe).
+        If the path `is_open`, the token after it is not known (Calibration.observe).
         """
         self.calibration.observe(tree, path, self._cells, is_open)
 
     @property
     def cells(self) -> list[int]:
-        """Of the last draft's nodes, -1 where no source of the search proposed one (lpr.core.calibration)."""
+        """Per node of the last draft, its cell (lpr.core.calibration); -1 if no source of the search proposed it."""
         return self._cells
 
     def keep_candidates(
@@ -164,15 +165,15 @@ class Drafter:
         candidates: Sequence[Sequence[int]],
         scores: Sequence[Sequence[int]],
     ) -> None:
-        """Keep the candidates and scores of all nodes of `tree`, which accepted `path`; before `observe`."""
+        """Keep the candidates and scores of all nodes of `tree`, whose accepted path is `path`; before `observe`."""
         if self.config.trie_nodes:
             before = self._tail[-2] if len(self._tail) > 1 else -1
             self._evaluated.keep(tree, path, self._num_observed, before, candidates, scores)
 
     def continuation(self, tokens: Sequence[int], count: int) -> tuple[list[int], list[float]]:
-        """The likeliest text behind the last observed token and `tokens`: up to `count` tokens, and the share of each.
+        """The likeliest text after the last observed token and `tokens`: up to `count` tokens, and the share of each.
 
-        It follows the matches of the last two tokens and more; [] where the text has none.
+        It follows matches of at least the last two tokens; [] if there is none.
         """
         if not self.config.trie_nodes:
             return [], []
@@ -193,7 +194,7 @@ class Drafter:
                     weights[token] = weights.get(token, 0.0) + weight
             if not weights:
                 break
-            best = max(weights, key=weights.__getitem__)  # of equals the first
+            best = max(weights, key=weights.__getitem__)  # the first of equals
             found.append(best)
             shares.append(weights[best] / (total + constants.NOVELTIES[min(offset, constants.MAX_MATCH)]))
             places = [each for each in places if each[2] + offset < len(each[1]) and each[1][each[2] + offset] == best]

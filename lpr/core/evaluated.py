@@ -1,13 +1,13 @@
 """Recycled candidates by their context, on the accepted path and off it. Twin: native/evaluated.h.
 
-*By the token before.* A tree's nodes are evaluated in many contexts that the text never takes, and each node's
-candidates are good wherever its last two tokens come again. The table of recycled candidates has the last token alone.
+*By token pair.* Rejected nodes are evaluated in contexts that never become text. A node's candidates are useful
+wherever its last two tokens recur. (The table of recycled candidates is keyed by the last token alone.)
 
-*Rejected siblings.* A step ends where the model chose none of a node's children. These children are at the position of
-the next root, and their descendants at the positions behind it. So their candidates are the model's own guesses at the
-next tokens, made from the whole text but for one token: an iteration of Jacobi decoding (Santilli et al. 2023, arXiv
-2305.10427; Fu et al. 2024), with the draft as the guess and at no further node. They are of most use where the root's
-token is new to the text.
+*Rejected siblings.* A path ends at a node none of whose children the model chose. These children have the position of
+the next root, and their descendants the positions after it. So their candidates are the model's guesses at the next
+tokens, given the whole text with one wrong token: an iteration of Jacobi decoding (Santilli et al. 2023, arXiv
+2305.10427; Fu et al. 2024) with the draft as the guess and no additional node. They help most if the root's token is
+new to the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ranked = tuple[Sequence[int], Sequence[int]]
 
 
 class EvaluatedNodes:
-    """The candidates of a request's evaluated nodes; known to its home ranks."""
+    """The candidates of a request's evaluated nodes; only its home ranks keep them."""
 
     __slots__ = ("_by_place", "_candidates", "_children", "_num_tokens", "_pairs", "_scores", "_siblings")
 
@@ -35,7 +35,7 @@ class EvaluatedNodes:
         self._siblings: list[int] = []
         self._candidates: Sequence[Sequence[int]] = []
         self._scores: Sequence[Sequence[int]] = []
-        self._num_tokens = -1  # of the sequence, when the next root is a sibling of those children
+        self._num_tokens = -1  # length of the sequence for which `_siblings` holds
 
     def keep(
         self,
@@ -46,9 +46,9 @@ class EvaluatedNodes:
         candidates: Sequence[Sequence[int]],
         scores: Sequence[Sequence[int]],
     ) -> None:
-        """Keep a step that accepted `path`, in a sequence of `num_tokens` whose last is the root.
+        """Keep the results of a step that accepted `path` in a sequence of `num_tokens` tokens, the root included.
 
-        `before` is the token before the root, -1 for none; `candidates` and `scores` are those of all nodes.
+        `before` is the token before the root, -1 for none; `candidates` and `scores` are per node.
         """
         tokens, parents = tree.tokens, tree.parents
         for node, ranked in enumerate(zip(candidates, scores, strict=True)):
@@ -62,9 +62,9 @@ class EvaluatedNodes:
         self._num_tokens = num_tokens + len(path)
 
     def nearest(self, trie: SuffixIndex, places: Sequence[int], context: Sequence[int]) -> list[Ranked]:
-        """The candidates after those `places` of the suffix index `trie` where `context` agrees longest, newest first.
+        """The candidates at those of `places` of the suffix index `trie` whose match with `context` is longest.
 
-        If only the last token agrees, those after the last two tokens in another tree.
+        The newest come first. If only the last token matches, the candidates of the last two tokens in any tree.
         """
         tokens, start, reach = trie.tokens, trie.start, min(len(context), constants.MAX_MATCH)
         longest, rows = 0, list[Ranked]()
@@ -87,9 +87,9 @@ class EvaluatedNodes:
         return rows
 
     def of_siblings(self, num_tokens: int, below: Sequence[int]) -> list[Ranked]:
-        """The candidates of rejected siblings, and below them of the nodes that the tokens `below` the root lead to.
+        """The candidates of the rejected siblings' descendants along the tokens `below` the root.
 
-        None if the last step, of a sequence of `num_tokens` now, is not known.
+        [] if no step was kept that left the sequence at `num_tokens` tokens.
         """
         nodes, children = self._siblings, self._children
         if num_tokens != self._num_tokens:

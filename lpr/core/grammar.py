@@ -1,6 +1,6 @@
-"""Matchers of llguidance with the same limits wherever a grammar is compiled: what one process accepts, all do.
+"""llguidance matchers with the same limits in every process, so that all processes accept the same grammars.
 
-Ranks must agree, so these limits count work and not time.
+Ranks must agree, so the limits count work instead of time.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ WHITE_SPACE = r"\n? {0,12}"
 PASSES = 8  # times that the references of a schema are followed
 _JSON = re.compile(r"%json\s+(?=[{\[])")
 ROW_ITEMS, STEP_ITEMS = 500, 10_000
-"""Parser items of one byte and of one mask, for grammars that may be ambiguous: their time grows with the square.
+"""Most parser items per byte and per mask, for Lark grammars, which may be ambiguous: their time grows with the square.
 
-`r: r r | /[a-z]+/` takes 0.6 s a mask with llguidance's own limits, 2,000 and 50,000, and 14 ms with these. Grammars of
-JSON schemas are not ambiguous: they may have wide choices, which cost little, and keep llguidance's limits.
+`r: r r | /[a-z]+/` takes 0.6 s a mask with llguidance's default limits (2,000 and 50,000), and 14 ms with these.
+Grammars of JSON schemas are not ambiguous and keep llguidance's limits: they may have wide choices, which cost little.
 """
 
 
 def matcher(tokenizer: Any, grammar: str) -> Any:
-    """A matcher of `grammar`, in llguidance's JSON form, with llguidance's `tokenizer`; its errors are in itself.
+    """A matcher of `grammar`, in llguidance's JSON form, with llguidance's `tokenizer`; `get_error` has its errors.
 
     White space in JSON is bounded, unless a schema's own "x-guidance" has a pattern for it.
     """
@@ -37,7 +37,7 @@ def matcher(tokenizer: Any, grammar: str) -> Any:
 
 
 def _bounded_grammar(grammar: str) -> str:
-    """The grammar with bounds in its JSON schemas; itself where it cannot be read, for llguidance to say why."""
+    """The grammar with bounded JSON schemas; unchanged if it cannot be parsed, so that llguidance reports the error."""
     try:
         value = json.loads(grammar)
         for each in value["grammars"]:
@@ -51,10 +51,10 @@ def _bounded_grammar(grammar: str) -> str:
 
 
 def _bounded(schema: Any) -> Any:
-    """A JSON schema whose white space is bounded, and whose references are to what a text can satisfy.
+    """A JSON schema with bounded white space, and without references to schemas that no finite text satisfies.
 
-    llguidance finds most schemas that nothing satisfies. It does not find those that contain themselves without an end:
-    a model would open one object within the other up to its limit.
+    llguidance detects most unsatisfiable schemas, but not those that require themselves: a model would open nested
+    objects up to its token limit.
     """
     if not isinstance(schema, dict):
         return {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} if schema is True else schema
@@ -69,7 +69,7 @@ def _bounded(schema: Any) -> Any:
                 ends.add(name)
         waiting = [name for name in reversed(waiting) if name not in ends]
     if any(_ends(names[name], names, ends) for name in waiting):
-        waiting = []  # a maze: it is left to llguidance
+        waiting = []  # too many levels of references: left to llguidance
     found = _without(schema, frozenset(waiting)) if waiting else schema
     if not isinstance(found, dict):
         return found
@@ -82,7 +82,7 @@ def _options(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ends(schema: Any, names: dict[str, Any], ends: set[str]) -> bool:
-    """True if a finite text may satisfy a schema, if one may satisfy the schemas of the names in `ends`."""
+    """True if a finite text may satisfy a schema, given that one may satisfy each schema named in `ends`."""
     if not isinstance(schema, dict):
         return True
     reference = schema.get("$ref")
@@ -101,7 +101,7 @@ def _ends(schema: Any, names: dict[str, Any], ends: set[str]) -> bool:
 
 
 def _without(schema: Any, endless: Set[str]) -> Any:
-    """A schema in which references to some names admit nothing."""
+    """The schema with references to the names in `endless` replaced by `false`, which no value satisfies."""
     if isinstance(schema, list):
         return [_without(each, endless) for each in schema]
     if not isinstance(schema, dict):
@@ -115,7 +115,7 @@ def _without(schema: Any, endless: Set[str]) -> Any:
 
 
 def _with_bounds(lark: str) -> str:
-    """A grammar in Lark whose JSON schemas are bounded."""
+    """A Lark grammar with bounded JSON schemas."""
     parts, at = [], 0
     while (found := _JSON.search(lark, at)) is not None:
         try:

@@ -1,12 +1,12 @@
 """The guesses of a model's multi-token-prediction head, or of its low-bit copy, for one draft. Twin: native/heads.h.
 
-The head of the rank that evaluated the end of the accepted path guesses what follows the bonus token, before the gather
-in which its guesses travel. They are a small tree. A guess counts at the node of the draft that is reached by its
-tokens, as evidence beside the text's (lpr.core.drafting).
+The head runs before the gather, on the rank that evaluated the end of the accepted path, and guesses the tokens after
+the bonus token. The gather carries these guesses. They form a small tree. A guess is evidence, beside that of known
+text, at the draft node that has the same tokens below the root (lpr.core.drafting).
 
-A block of the payload is int32 words, as many for each tree (rule R2): the node that ends the path, the bonus token,
-the number of guesses and whose they are, and per guess its token and a word with its parent's number above its
-probability.
+A block of the payload is int32 words, equally many for each tree (rule R2): the node that ends the path, the bonus
+token, the number of guesses with `COPY_BIT`, and per guess its token and a word with its parent's number (high 16 bits)
+and its probability (low 16 bits).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lpr.core import constants
 
 NUM_BLOCK_HEADER = 3
 FROM_ROOT = -1
-"""In place of the path's end: the guesses of a rank that only drafts, which follow the root of the step's tree."""
-COPY_BIT = 16  # bit of the number of guesses that says whose they are
+"""Value of the path's end in the block of a rank that only drafts: its guesses follow the root of the step's tree."""
+COPY_BIT = 16  # bit in the word of the number of guesses: 1 for guesses of the low-bit copy, 0 for those of a head
 PROBABILITY_STEPS = 65535  # a probability travels as a multiple of 1 / PROBABILITY_STEPS
 Place = tuple[float, Sequence[int], int, int]
 
 
 def block_words(num_guesses: int) -> int:
-    """Words of a block for up to `num_guesses` guesses; none where no head runs."""
+    """Words of a block for up to `num_guesses` guesses; 0 without a head."""
     return NUM_BLOCK_HEADER + 2 * num_guesses if num_guesses else 0
 
 
@@ -53,7 +53,7 @@ class HeadDraft:
         return next((number for number, pair in enumerate(pairs) if pair == (guess, token)), -1)
 
     def places(self, guess: int, offset: int) -> list[Place]:
-        """The evidence for what follows `guess`: places whose token is read `offset` tokens on, and no further one."""
+        """The evidence for what follows `guess`: one-token places, whose token is read at `offset`."""
         weight = constants.HEAD_WEIGHT / PROBABILITY_STEPS
         source = constants.COPY_KIND if self.is_copy else constants.HEAD_KIND
         return [
@@ -63,7 +63,7 @@ class HeadDraft:
         ]
 
     def pack(self, end: int, bonus: int, num_guesses: int) -> np.ndarray:
-        """The block of a rank that takes `end` for the end of the accepted path and `bonus` for the token after it."""
+        """The block [words] of guesses after the bonus token, for a path that ends at node `end`."""
         words = np.zeros(block_words(num_guesses), np.int32)
         count = min(num_guesses, len(self.tokens) - 1)
         words[:NUM_BLOCK_HEADER] = end, bonus, count | self.is_copy << COPY_BIT
@@ -73,7 +73,7 @@ class HeadDraft:
         return words
 
     def behind(self, tokens: Sequence[int]) -> HeadDraft:
-        """What it guesses behind these tokens; no guess if it has not guessed them."""
+        """The guesses after these tokens; empty if it has not guessed the tokens themselves."""
         guess, found = 0, HeadDraft(is_copy=self.is_copy)
         for token in tokens:
             if (guess := self.child(guess, token)) < 0:
@@ -82,7 +82,7 @@ class HeadDraft:
         return found
 
     def merge(self, other: HeadDraft, behind: int = 0) -> None:
-        """Add what another draft guesses behind one of its guesses, which is the last committed token here."""
+        """Add the descendants of guess number `behind` of another draft, below the last committed token."""
         places = {behind: 0}
         for guess in range(behind + 1, len(other.tokens)):
             if (parent := places.get(other.parents[guess], -1)) >= 0:
@@ -99,7 +99,7 @@ class HeadDraft:
 
 
 def read_ahead(blocks: Iterable[np.ndarray], emitted: Sequence[int]) -> HeadDraft | None:
-    """What ranks that only draft have behind the tokens that a step has emitted, by their blocks; None if nothing."""
+    """The guesses of draft-only ranks after the tokens that a step has emitted, from their blocks; None without any."""
     draft = HeadDraft(is_copy=True)
     for block in blocks:
         if (found := read_block(block, FROM_ROOT, 0)) is not None:
@@ -108,7 +108,7 @@ def read_ahead(blocks: Iterable[np.ndarray], emitted: Sequence[int]) -> HeadDraf
 
 
 def read_block(block: np.ndarray, end: int, bonus: int) -> HeadDraft | None:
-    """The guesses of a block [words] for a path that ended at node `end` with `bonus`; None if it has none for it."""
+    """The guesses of a block [words] if it is for a path that ended at node `end` with `bonus`; else None."""
     pairs, count = block[NUM_BLOCK_HEADER:].reshape(-1, 2), int(block[2]) & (1 << COPY_BIT) - 1
     draft = HeadDraft(is_copy=bool(int(block[2]) >> COPY_BIT & 1))
     if block[0] != end or block[1] != bonus or not 0 < count <= len(pairs):

@@ -1,4 +1,4 @@
-"""The keyed noise of sampling: its keys, the words by which a device reads them, and its use in drafting.
+"""The keyed noise of sampling: its keys, their layout in device words, and its use in drafting.
 
 A request with a seed samples by argmax(log q + g), with noise g that is a function of seed, position and token.
 Twins: native/selection.h, native/known_noise.h.
@@ -58,7 +58,7 @@ def selection_words(choices: Sequence[Choice], positions: Sequence[np.ndarray]) 
 
 
 class KnownNoise:
-    """By how many octaves the sampling noise raises a token's odds, in one draft; 0 for a request that is greedy.
+    """The number of octaves by which the sampling noise raises a token's odds, in one draft; 0 for a greedy request.
 
     Given its noise, a token of probability q is chosen with probability exp(-E (1 - q) / q), where E = exp(-g) is
     exponentially distributed: a function of the odds over E. So a child's odds are divided by E, to the next power of
@@ -66,14 +66,14 @@ class KnownNoise:
     """
 
     def __init__(self, seed: int | None, position: int) -> None:
-        """The noise of the tokens at `position`, the next of the sequence, and behind it."""
+        """The noise of the tokens from `position` on, the sequence's next."""
         self.is_known = seed is not None
         self._seed = seed or 0
         self._position = position
         self._keys: dict[int, int] = {}
 
     def octaves(self, depth: int, token: int) -> int:
-        """Those of a child of a node at `depth`: E is below 2^-octaves (-log(1 - u) is about u where u is small)."""
+        """Octaves of a child of a node at `depth`: E is below 2^-octaves (-log(1 - u) is about u for small u)."""
         if not self.is_known:
             return 0
         key = self._keys.get(depth)

@@ -1,8 +1,8 @@
 """Partition: which rank evaluates which nodes of a token tree. Twin: native/partition.h.
 
-A rank evaluates an ancestor-closed subtree, its *shard*; every node has exactly one *owner*, whose next token counts
-everywhere (docs/rules.md, R1). Nodes are dealt in depth-first order, in one run per rank: besides its run, a rank then
-only needs the ancestors of the run's first node, so the nodes evaluated twice are at most one branch per rank.
+A rank evaluates an ancestor-closed subtree, its *shard*. Every node has exactly one *owner*, whose next token is used
+on all ranks (docs/rules.md, R1). Each rank owns one run of the depth-first order. Besides its run it needs only the
+ancestors of the run's first node, so at most one branch per rank is evaluated twice.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def depth_first(tree: TokenTree) -> list[int]:
 
 
 def _run_lengths(tree: TokenTree, order: list[int], pending: Sequence[int], size: int, limit: int) -> list[int]:
-    """How many nodes of `order` each rank takes when none may evaluate more than `size` tokens."""
+    """Per rank, the number of nodes of `order` that it takes if no rank may evaluate more than `size` tokens."""
     lengths, start = [], 0
     for chain in pending:
-        # Depth of the first node = ancestors to evaluate besides the run.
+        # The depth of the run's first node is the number of ancestors to evaluate besides the run.
         above = tree.depths[order[start]] if start < len(order) else 0
         length = max(0, min(size - chain - above, limit, len(order) - start))
         lengths.append(length)

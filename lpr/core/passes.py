@@ -1,10 +1,9 @@
-"""How many passes of a low-bit copy pay (lpr.model.self_draft): the first by experience, one more by its worth.
+"""The number of passes of a low-bit copy that pay (lpr.model.self_draft).
 
 A pass extends each draft by a token, which is emitted if it and all before it are what the model chooses. Where the
 text repeats, it has proposed that token as well: so steps with passes and steps without are counted apart, by how far
-the text is expected to go on. The way that has brought more tokens in its time, at the rate of late, is taken; the
-other one is tried for a small part of the time. A further pass pays if the tokens that it is expected to bring exceed
-the rate times what it takes.
+the text is expected to continue. The kind of step with more tokens per millisecond is taken; the other is tried for a
+small part of the time. A further pass pays if its expected tokens exceed the recent rate times its milliseconds.
 
 Times are those of step times (lpr.core.step_times), and a pass counts by its relation to the steps around it: on a
 busy machine both take longer. Each rank counts its own copy's choices by its own clock: what it drafts is data, and

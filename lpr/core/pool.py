@@ -14,7 +14,7 @@ class NGramPool:
         """A pool of at most `guess_set_size` n-grams (G) for each of at most `max_keys` first tokens."""
         self.guess_set_size = guess_set_size
         self.max_keys = max_keys
-        # Dictionaries keep insertion order, so the last key is the newest, of the rows and within a row.
+        # Dictionaries keep insertion order: the last first token and the last n-gram of each are the newest.
         self._rows: dict[int, dict[tuple[int, ...], None]] = {}
 
     def __len__(self) -> int:
@@ -38,16 +38,16 @@ class NGramPool:
             del row[next(iter(row))]
 
     def add_text(self, before: Sequence[int], tokens: Sequence[int], size: int) -> None:
-        """Remember the n-grams of `size` tokens that end in `tokens`, a text that follows `before`.
+        """Add the n-grams of `size` tokens that end in `tokens`, which follow `before`.
 
-        The prompt's are what the authors' code calls POOL_FROM_PROMPT.
+        For the prompt this is POOL_FROM_PROMPT of the authors' code.
         """
         text = [*before, *tokens]
         for end in range(max(size, len(before) + 1), len(text) + 1):
             self.add(text[end - size : end])
 
     def get(self, token: int) -> list[tuple[int, ...]]:
-        """The n-grams that start with `token`, the newest first; the token counts as used now."""
+        """The n-grams that start with `token`, the newest first; marks the token as most recently used."""
         row = self._rows.pop(token, None)
         if row is None:
             return []

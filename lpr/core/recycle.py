@@ -1,7 +1,7 @@
 """Recycled candidates (Token Recycling, Luo et al. 2024, arXiv 2408.08696). Twin: native/recycle.h.
 
-Each evaluated node, accepted or not, has k most likely next tokens. The table keeps those of the last node that held a
-token; they extend a draft in breadth where the suffix index holds nothing.
+Each evaluated node, accepted or not, has k most likely next tokens. The table keeps, per token, those of the last node
+that held it. They widen a draft where the suffix index has no match.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CandidateTable:
 
         `tokens` is [n]; `candidates` and `scores` (0 to 255, see `SCORE_STEPS`) are [n, k], most likely first.
         """
-        # Kept as they come: every node of every step is kept, few of them are read.
+        # Stored without conversion: every node of every step is stored, few are read.
         self._rows.update(zip(tokens, zip(candidates, scores, strict=True), strict=True))
 
     def get(self, token: int) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What goes up to the device: a rank's row of each sequence, in flat arrays. Twin: native/rows.h."""
+"""A forward's host-to-device inputs: a rank's entries of each sequence, in flat arrays. Twin: native/rows.h."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WORD_BITS = 64
 
 
 def row_entries(state: SequenceState, tree: TokenTree, shard: Shard, rank: int) -> np.ndarray:
-    """Tokens, parents and positions, int32 [3, entries], of a rank's part of a step.
+    """Tokens, parents and positions, int32 [3, entries], of the tokens that a rank evaluates of a sequence.
 
-    It is the rank's pending chain, which ends in the root, and the shard's nodes below it. Parents are entries; -1
-    attaches to the committed tokens that the rank has computed.
+    These are the rank's pending chain, which ends in the root, and the shard's nodes below it. Parents are indices of
+    entries; -1 is the last committed token with K/V on the rank.
     """
     computed = state.num_computed_tokens[rank]
     chain = state.tokens[computed:]
@@ -40,11 +40,12 @@ def place_rows(
     num_cached: Sequence[int],
     entries: Sequence[np.ndarray],
 ) -> None:
-    """Write a step's rows into int32 `words`: B rows of T entries each, those of each row at its end.
+    """Write a step's rows into int32 `words`: B rows of T entries, padded on the left.
 
-    In this order: ancestors in bits [B, T, 2 * max(2, ceil(T / 64))], tokens, positions and cache rows [B, T],
-    committed and real entries [B]. `tables` are the rows' pages, int32 [B, pages]. `entries` are int32 [3, n] per row
-    (see `row_entries`); rows beyond them are empty. What is not an entry is written to the spare row of the cache.
+    In this order: bit masks of ancestors [B, T, 2 * max(2, ceil(T / 64))], tokens, positions and cache rows [B, T],
+    numbers of cached tokens and of real entries [B]. `tables` are the rows' block tables, int32 [B, pages]. `entries`
+    are int32 [3, n] per row (see `row_entries`); rows beyond them are empty. The K/V of padding goes to the spare row
+    of the cache.
     """
     num_words = max(2, -(-num_entries // WORD_BITS))
     sizes = [(batch, num_entries, 2 * num_words), *[(batch, num_entries)] * 3, (batch,), (batch,)]
@@ -79,12 +80,13 @@ def place_packed(
     num_results: Sequence[int],
     entries: Sequence[np.ndarray],
 ) -> None:
-    """Write a step's rows into int32 `words`, one after the other at the end of N = `num_entries` entries.
+    """Write a step's rows into int32 `words`, packed one after the other at the end of N = `num_entries` entries.
 
-    In this order: ancestors in bits [N, 2 * max(2, ceil(N / 64))], tokens, positions and cache rows [N], the entries
-    whose results are wanted, the last ones of each row [`num_kept`], where each of S = `num_sequences` sequences begins
-    [S + 1], and of each the slot, the committed and the real entries [S]. What is before the first row is padding of
-    the first sequence. `tables` are the pages of all slots, int32 [slots, pages]. `entries` are as in `place_rows`.
+    In this order: bit masks of ancestors [N, 2 * max(2, ceil(N / 64))], tokens, positions and cache rows [N], the
+    indices of the entries whose results are wanted (the last ones of each row) [`num_kept`], the first entry of each of
+    S = `num_sequences` sequences [S + 1], and per sequence the slot, the number of cached tokens and of real entries
+    [S]. Entries before the first row are padding of the first sequence. `tables` are the block tables of all slots,
+    int32 [slots, pages]. `entries` are as in `place_rows`.
     """
     num_words = max(2, -(-num_entries // WORD_BITS))
     sizes = [num_entries * 2 * num_words, *[num_entries] * 3, num_kept, num_sequences + 1, *[num_sequences] * 3]

@@ -32,11 +32,11 @@ _RECENT = -2
 
 
 class Search:
-    """The heap of one draft; iterating adds the best node left and yields what led to it.
+    """The heap of one draft; each iteration adds the best remaining node and yields its evidence.
 
-    Heap entries are (-rank, serial number, node, token, payload, offset): a child to make of `node`, with its
-    cell and evidence as payload, an escape, whose payload is (next source, probability kept back, tokens that
-    need no second trial), or a recent token (see `_try_recent`).
+    Heap entries are (-probability, serial number, node, token, payload, offset): a new child of `node`, with its
+    cell and evidence as payload; an escape, with (next source, reserved probability, tokens already tried) as payload;
+    or a recent token (see `_try_recent`).
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Search:
         price: Price | None,
         noise: KnownNoise,
     ) -> None:
-        """A search that adds no node to a tree of `limit` nodes, and ends below the floor of `price`."""
+        """A search that ends at `limit` nodes, or when the best entry is below the floor of `price`."""
         self._tree = tree
         self._sources = sources
         self._tail = tail
@@ -71,7 +71,7 @@ class Search:
     def expand(
         self, node: int, probability: float, places: list[Place], offset: int, order: int = 0, tried: Tried = _NOTHING
     ) -> None:
-        """Offer the children of `node` by `places`, `offset` tokens on, or by the first source that knows any."""
+        """Push the children of `node` that `places` give at `offset`, or those of the first source that has any."""
         heap, serial = self._heap, self._serial
         held = _NOTHING if order or tried else self._tree.children[node]
         guessed = [] if order or tried else self._guessed(node, offset)
@@ -140,13 +140,14 @@ class Search:
             else:
                 kind = row[1][3] if len(row) == 2 else row[1][3] + constants.SEVERAL
             octaves = 0 if kind in _KINDS_OF_HEAD else self._noise.octaves(depth, token)
-            # Guesses take no part of the weight of what the text alone proposes: a bad head does not dilute it.
+            # The weight of head guesses does not count for tokens that only text proposes: a bad head does not dilute
+            # text.
             whole = total + guessed_total if len(row) > 1 and row[1][3] == constants.HEAD_KIND else total
             cell = first + cell_within(kind, ldexp(row[0] / (whole - row[0]), octaves))
             row[0] = -1 if is_copied else cell
             known += frequencies[cell]
             chances.append((token, row, frequencies[cell], False))
-        # The others share what the copy leaves: it has seen all that they know.
+        # Children from text share the rest: the copy's choice already accounts for the text.
         by_copy = probability if copied <= constants.MOST_KNOWN else probability * constants.MOST_KNOWN / copied
         rest = probability - by_copy * copied
         scale = rest if known <= constants.MOST_KNOWN else rest * constants.MOST_KNOWN / known
@@ -160,7 +161,7 @@ class Search:
         self.ask_later(node, rest - scale * known, order, {**rows, **tried} if tried else rows)
 
     def ask_later(self, node: int, kept: float, order: int, tried: Tried) -> None:
-        """Let the source number `order` share out the probability `kept` among children of `node`, in its turn."""
+        """Push an escape: when popped, source number `order` distributes `kept` among new children of `node`."""
         self._serial += 1
         heappush(self._heap, (-constants.DELAY * kept, self._serial, node, _ESCAPE, (order, kept, tried), 0))
 
@@ -190,7 +191,7 @@ class Search:
             yield tree.add(node, token, source), -rank, places, offset, cell
 
     def _try_recent(self, node: int, kept: float, left: float, index: int, tried: Tried) -> None:
-        """Offer `node` the next recent token that has not been tried; `left` is what earlier ones left of `kept`."""
+        """Push the next untried recent token as a child of `node`; `left` of `kept` remains after earlier ones."""
         recent, order = self._recent, self._recent_order(self._tree.depths[node])
         while index < len(order) and recent[order[index][1]] in tried:
             index += 1
@@ -202,15 +203,15 @@ class Search:
             heappush(self._heap, (-probability, self._serial, node, _RECENT, payload, 0))
 
     def _step_of_trust(self, depth: int) -> float:
-        """The trust of this depth by that of the one above: 1 but where a band of depths begins."""
+        """Trust of this depth over that of its parent's: 1 except at the first depth of a band."""
         if self.trusts is None or depth & (depth - 1):
             return 1.0
         return self.trusts[band_of(depth)] / (self.trusts[band_of(depth - 1)] if depth > 1 else 1.0)
 
     def _recent_order(self, depth: int) -> list[tuple[float, int, int]]:
-        """The recent tokens below nodes at `depth`, the latest or, by known noise, the likeliest first.
+        """(-frequency, index, cell) of the recent tokens for nodes at `depth`.
 
-        Each is (-frequency, rank, cell).
+        They are in order of recency or, if the sampling noise is known, of likelihood.
         """
         order = self._orders.get(depth)
         if order is None:
@@ -226,7 +227,7 @@ class Search:
         return order
 
     def _predicted(self, prediction: Prediction, node: int, agrees: bool) -> list[Place]:
-        """The places of the prediction behind `node` (Prediction.places)."""
+        """The places of the prediction after `node` (Prediction.places)."""
         alignments = self._alignments
         alignments.setdefault(0, prediction.alignment)
         above, below = node, list[int]()
@@ -240,15 +241,15 @@ class Search:
         return [(weight, tokens, place, int(Source.PREDICTION)) for weight, place in found]
 
     def _guessed(self, node: int, offset: int) -> list[Place]:
-        """The head's guesses for what follows `node`, as places whose token is read `offset` tokens on."""
+        """The head's guesses after `node`, as places whose token is read at `offset`."""
         head = self.head
         guess = -1 if head is None else self._guess_of(head, node)
         return [] if head is None or guess < 0 else head.places(guess, offset)
 
     def _is_copied(self, node: int) -> bool:
-        """True if the model's copy has chosen what follows `node`.
+        """True if the model's low-bit copy has guessed the token after `node`.
 
-        What else is proposed there is right only where the copy is wrong, and says nothing about its cells.
+        Other proposals there are right only if the copy is wrong, so they do not count in the calibration.
         """
         if self.head is None or not self.head.is_copy:
             return False
@@ -256,7 +257,7 @@ class Search:
         return guess >= 0 and guess in self.head.parents[1:]
 
     def _guess_of(self, head: HeadDraft, node: int) -> int:
-        """The guess that is `node`; -1 if the head has not guessed it."""
+        """The number of the guess at `node`; -1 if the head has not guessed it."""
         if node not in self._guesses:
             above = self._guess_of(head, self._tree.parents[node])
             self._guesses[node] = head.child(above, self._tree.tokens[node]) if above >= 0 else -1

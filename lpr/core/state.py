@@ -1,9 +1,9 @@
 """The state of one sequence: its tokens on all ranks, and on its home ranks its drafting state. Twin: native/state.h.
 
-Every rank changes its state by the same pure functions of the same gathered results. Replicated on all ranks are the
-tokens, the number of tokens whose K/V each rank holds, and the recycled candidates, which every node's result brings
-along. The rest of the drafting state is known to home ranks only. A rank that becomes one lacks it, so all home ranks
-then make it anew from the tokens.
+Every rank updates its state by the same pure functions of the same gathered results. All ranks hold the tokens, the
+number of tokens whose K/V each rank holds, and the recycled candidates, which are part of every node's result. The rest
+of the drafting state exists on home ranks only. When a rank becomes a home rank, all home ranks rebuild this state from
+the tokens.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class SequenceState:
         """A sequence that continues `tokens` (at least one), a list that grows with it.
 
         Rank r holds the K/V of the first `num_computed_tokens[r]` tokens; default: none. The sequence ends with
-        `longest` tokens, or with one of `stop_ids`. The tokens behind the first `num_prompt` are expected to follow
-        `prediction` where they can.
+        `longest` tokens, or with one of `stop_ids`. The tokens after the first `num_prompt` are expected to follow
+        `prediction`.
         """
         self._longest, self._stop_ids = longest, frozenset(stop_ids)
         self.params = params
@@ -62,13 +62,13 @@ class SequenceState:
         self.num_computed_tokens = list(num_computed_tokens or [0] * num_ranks)
         """Per rank: the number of leading tokens whose K/V it holds."""
         self._homes = list(range(len(self.num_computed_tokens)))
-        # Per request: drafts then follow from the request and the shared suffix index, so a job that is restarted from
-        # its output file takes the same steps. (Shared by all requests, 10 ClassEval prompts took 9.77 instead of 9.85
-        # tokens per step greedily, and 2.48 instead of 2.37 at temperature 0.8.)
+        # One table per request: drafts then depend only on the request and the shared suffix index, so a job that is
+        # restarted from its output file takes the same steps. (With one table for all requests, 10 ClassEval prompts
+        # gave 9.77 instead of 9.85 tokens per step greedily, and 2.48 instead of 2.37 at temperature 0.8.)
         self.table = CandidateTable() if config.num_recycled else None
         self._shared = shared
         self._prediction, self._num_prompt = prediction, num_prompt
-        self.drafter: Drafter | None = None  # of a home rank; made when it drafts for the first time
+        self.drafter: Drafter | None = None  # on home ranks only; made at the first draft
         self.window: JacobiWindow | None = None
         self.acceptance = AcceptanceHistory()
         self.is_suspect = False
@@ -76,13 +76,14 @@ class SequenceState:
         self.probabilities: list[float] = []
         """Estimated path probability of each node drafted last; 0 where only the window proposed it."""
         self._drafted, self._committed = Digest(), Digest()
-        # With the parameters: all ranks would follow one that samples its nodes by another seed, in step and wrong.
+        # The parameters are included: if a rank sampled its nodes with another seed, all ranks would use its tokens and
+        # no later digest would differ.
         for words in (self.tokens, repr(params).encode(), self.num_computed_tokens, prediction):
             self._committed.update(words)
 
     @property
     def homes(self) -> list[int]:
-        """The ranks that evaluate its trees, ascending. One that joins makes all of them begin to draft anew."""
+        """The ranks that evaluate its trees, ascending. If a rank joins, all of them rebuild their drafting state."""
         return self._homes
 
     @homes.setter
@@ -92,7 +93,7 @@ class SequenceState:
         self._homes = list(ranks)
 
     def forget_drafts(self) -> None:
-        """Drop the drafting state of home ranks: on one that no longer serves the sequence, or on all of them."""
+        """Drop the drafting state: on a rank that is no longer a home rank, or on all home ranks."""
         self.drafter, self.window, self.probabilities = None, None, []
         self.acceptance = AcceptanceHistory()
 
@@ -118,7 +119,7 @@ class SequenceState:
 
     @property
     def max_depth(self) -> int:
-        """Greatest depth of a node that could still be emitted with a bonus token behind it."""
+        """Greatest depth of a node that could still be emitted and followed by a bonus token."""
         longest = self._longest if self._longest is not None else len(self.tokens) + self.config.num_nodes
         return longest - len(self.tokens) - 1
 
@@ -132,7 +133,7 @@ class SequenceState:
         return self.drafter.continuation(tokens, count) if self.drafter is not None else ([], [])
 
     def build(self, max_depth: int, request: DraftRequest) -> Draft:
-        """Draft the next tree: the Jacobi window if it runs, and drafts as requested, none deeper than `max_depth`."""
+        """Draft the next tree: the Jacobi window if it runs, then drafts, none deeper than `max_depth`."""
         drafter = self.drafter or self._begin_drafting()
         tree = TokenTree(self.tokens[-1])
         if self.is_suspect:
@@ -167,11 +168,11 @@ class SequenceState:
         shards: Sequence[Shard],
         head: HeadDraft | None = None,
     ) -> list[int]:
-        """Commit the accepted `path` and its bonus token, after which `head` guesses; return the emitted tokens.
+        """Commit the accepted `path` and its bonus token; return the emitted tokens. `head` guesses the next tokens.
 
-        After a failure there is no bonus token. A rank that met logits that are not numbers keeps no K/V of the step:
-        a weight of 0 times NaN is NaN, so one bad node breaks all that share its forward. Decoding goes on with the
-        root alone, which a draft has broken or which fails by itself.
+        After a failure there is no bonus token. A rank with NaN logits keeps no K/V of the step: an attention weight of
+        0 times NaN is NaN, so one bad node breaks all that share its forward. The next step evaluates the root alone,
+        which shows whether a draft or the root itself fails.
         """
         emitted = [tree.tokens[node] for node in path[1:]]
         bonus = result.next_tokens[path[-1]]
@@ -192,7 +193,7 @@ class SequenceState:
             self._learn(self.drafter, tree, path, result, emitted)
             self.drafter.head = head
             if head is not None and head.is_copy:
-                self.acceptance.pause = 0  # passes were made for the next tree
+                self.acceptance.pause = 0  # the copy's passes for the next tree are already paid for
         return emitted
 
     def _learn(
@@ -220,11 +221,11 @@ def has_nan_result(shard: Shard, result: TreeResult) -> bool:
 
 
 def num_computed_after(num_tokens: int, path: Sequence[int], shards: Sequence[Shard]) -> list[int]:
-    """Per rank, the tokens whose K/V it holds after a step of `num_tokens`: these, and its part of `path`."""
+    """Per rank, the tokens whose K/V it holds after a step: the first `num_tokens` and its part of `path`."""
     held = []
     for shard in shards:
         mine = set(shard.nodes)
-        depth = 0  # the root ends every rank's pending chain, so all of them hold it now
+        depth = 0  # the root ends every rank's pending chain, so each rank has its K/V after the step
         while depth + 1 < len(path) and path[depth + 1] in mine:
             depth += 1
         held.append(num_tokens + depth)

@@ -1,7 +1,7 @@
-"""The host's two halves of a step: drafting and splitting the trees, then accepting paths. Twin: native/step.h.
+"""The two host phases of a step: drafting and splitting the trees, then accepting paths. Twin: native/step.h.
 
-Each half is one call: `draft_step` returns all that the forward and the gather need, `StepDraft.conclude` takes the
-gathered payloads and returns what happened to each sequence.
+Each phase is one call: `draft_step` returns the inputs of the forward and the gather, `StepDraft.conclude` takes the
+gathered payloads and returns each sequence's outcome.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lpr.core.tree import TokenTree
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What a step did to one sequence."""
+    """The outcome of a step for one sequence."""
 
     tree: TokenTree
     shards: list[Shard]  # per rank, its part of the tree
@@ -40,26 +40,26 @@ class Conclusion:
 
 @dataclass
 class StepDraft:
-    """What a step evaluates of its decoding sequences: a tree of each that this rank serves, split over its ranks."""
+    """The drafted trees of a step: one per sequence that this rank serves, split over the sequence's home ranks."""
 
     states: Sequence[SequenceState]
     rank: int  # this rank
     served: wire.Served  # per rank, the trees that it evaluates, in the order of its rows
     capacity: int  # most nodes of a tree that a rank may own
     trees: list[TokenTree | None]
-    """None where only other ranks serve the sequence and draft its tree; once concluded, all trees."""
+    """None if only other ranks serve the sequence and draft its tree; `conclude` fills these in."""
     shards: list[list[Shard] | None]  # per tree, each rank's part of it; None as for `trees`
     num_candidates: int = 0
-    """Candidates wanted per node: 0 where no tree has a draft, since computing them costs plain decoding 4 %."""
+    """Candidates per node: 0 if no tree has a draft, because computing them slows plain decoding by 4 %."""
     rows: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     """Per tree of this rank: tokens computed before, nodes to evaluate, and `row_entries`."""
     placement: np.ndarray = field(default_factory=lambda: np.empty((3, 0), np.int64))
-    """Int64 [3, n], of every node that this rank owns: its place among the nodes of all rows, its place among the
-    tables of the payload, and its words (wire.node_words)."""
+    """Int64 [3, n], per node that this rank owns: its index among the evaluated nodes of all rows, its index in the
+    payload's tables, and its words (wire.node_words)."""
     header: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    """What this rank sends besides its results (lpr.core.wire)."""
+    """This rank's header of the payload (lpr.core.wire)."""
     num_entries: list[int] = field(default_factory=list)
-    """Per rank, the tokens that it has evaluated, pending chains and nodes; once concluded."""
+    """Per rank, the evaluated tokens (pending chains and nodes); set by `conclude`."""
 
     def __len__(self) -> int:
         return len(self.trees)
@@ -85,10 +85,10 @@ class StepDraft:
         """Accept a path of each tree, and advance the states and `budgets`.
 
         `payloads` is int32 [world ranks, words], with tables of `width` words a node and room for `num_guesses` of a
-        head (lpr.core.wire); of the ranks that share a replica the first one counts (rule R6). Also returns the entries
-        whose K/V must move, int64 [3, n]: the number of this rank's row, the entry, and the entry in whose place it
-        belongs. Ranks of `drafting` serve no tree and draft for all. Raises ValueError, before anything has changed, if
-        the ranks' headers differ, and for payloads that are no trees.
+        head (lpr.core.wire); of the tp ranks of a replica the first one's payload counts (rule R6). Also returns the
+        entries whose K/V must move, int64 [3, n]: this rank's row, the source entry and the target entry. Ranks of
+        `drafting` serve no tree and draft for all. Raises ValueError, before anything has changed, if the ranks'
+        headers differ or a payload holds no valid tree.
         """
         if not wire.headers_agree(payloads, self.served):
             raise ValueError("the headers of the ranks differ")
@@ -133,7 +133,7 @@ class StepDraft:
         return concluded, np.array(moves, np.int64).reshape(-1, 3).T
 
     def _read(self, index: int, payloads: np.ndarray, tables: np.ndarray) -> tuple[TokenTree, list[Shard], TreeResult]:
-        """A tree, its shards and its results, by what its home ranks have sent."""
+        """A tree, its shards and its results, from the payloads of its home ranks."""
         homes, places = self.states[index].homes, wire.places_of(index, self.served)
         tree, shards = self.trees[index], self.shards[index]
         if tree is None or shards is None:
@@ -158,10 +158,11 @@ def draft_step(
     num_command_bytes: int = 0,
     digests: Sequence[int] | None = None,
 ) -> StepDraft:
-    """Draft a tree for each of `states` that `rank` serves, cut the trees to what pays, and split them.
+    """Draft a tree for each of `states` that `rank` serves, cut the trees to the nodes that pay, and split them.
 
-    `served` has per rank the sequences of which it is a home rank, in the order of its rows. Sequences with the same
-    home ranks share a budget. `digests` are of what else all ranks hold; None if there is no rank to compare with.
+    `served` lists, per rank, the sequences of which it is a home rank, in the order of its rows. Sequences with the
+    same home ranks share a budget. `digests` are those of other replicated state; None if there is no rank to compare
+    with.
     """
     num_ranks = len(served)
     draft = StepDraft(states, rank, served, capacity, [None] * len(states), [None] * len(states))
@@ -191,7 +192,7 @@ def draft_step(
 
 
 def groups(states: Sequence[SequenceState], members: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Sets of home ranks, and those of `members` that have just these, both in the order of the states."""
+    """Per set of home ranks, those of `members` that have exactly these; both in the order of the states."""
     found: dict[tuple[int, ...], list[int]] = {}
     for index in sorted(members):
         found.setdefault(tuple(states[index].homes), []).append(index)
@@ -230,7 +231,7 @@ def placement(own: Sequence[tuple[TokenTree, Shard]], capacity: int) -> np.ndarr
 
 
 def kept_entries(state: SequenceState, path: Sequence[int], shard: Shard, rank: int) -> list[int]:
-    """The entries of a rank's row whose K/V stays: its pending chain, and the path as far as it evaluated it."""
+    """The entries of a rank's row whose K/V is kept: its pending chain, and the evaluated part of the path."""
     if not shard.nodes:
         return []
     above = state.num_above(rank)

@@ -19,8 +19,8 @@ from lpr.core.constants import KNOTS
 
 SHORTEST_KV = 256  # cached tokens up to which attention counts as equally expensive
 KV_GRAIN = 64  # cached lengths are rounded up to multiples of this
-MOST_TOKENS = 1 << 20  # where tokens cost nothing, so many
-SLACK = 1.5  # factor by which measured times may break a rule that true ones keep (`StepTimes.fault`)
+MOST_TOKENS = 1 << 20  # upper bound of `most_tokens`, reached if tokens cost nothing
+SLACK = 1.5  # tolerance factor of the plausibility checks in `StepTimes.fault`
 
 Key = tuple[int, int]  # batch size and cached length of a row
 
@@ -62,7 +62,7 @@ class StepTimes:
         return KNOTS[-1]
 
     def most_tokens(self, milliseconds: float, batch: int = 1, kv: int = SHORTEST_KV) -> int:
-        """The most tokens whose step takes no longer, at least one; beyond the last of KNOTS times rise as before."""
+        """The most tokens whose step takes at most `milliseconds`, at least 1; extrapolates beyond KNOTS."""
         row = self.row(batch, kv)
         fits = [knot for knot, ms in zip(KNOTS, row, strict=True) if ms <= milliseconds]
         if not fits:
@@ -72,23 +72,23 @@ class StepTimes:
         return MOST_TOKENS if slope <= 0 else min(MOST_TOKENS, int(KNOTS[low] + (milliseconds - row[low]) / slope))
 
     def cheap_tokens(self, part: float, batch: int = 1, kv: int = SHORTEST_KV) -> int:
-        """The fewest of KNOTS at which a token takes at most `part` longer than it does at the last of them."""
+        """The smallest of KNOTS at which the time per token exceeds that at the last knot by at most `part`."""
         row = self.row(batch, kv)
         limit = (1 + part) * row[-1] / KNOTS[-1]
         return next(count for count, ms in zip(KNOTS, row, strict=True) if ms <= limit * count)
 
     def critical_length(self, batch: int = 1, kv: int = SHORTEST_KV) -> int:
-        """The *critical decoding length* (Zhao et al. 2024, section 4.1), up to which more tokens cost little time.
+        """The *critical decoding length* (Zhao et al. 2024, section 4.1): the most tokens that cost little time.
 
-        Little is here up to a quarter more than a step without drafts takes.
+        Their step takes at most 1.25 times one without drafts.
         """
         return self.longest(1.25, batch, kv)
 
     def fault(self) -> str | None:
-        """Why these cannot be the times of an undisturbed machine, in words; None if they can.
+        """A message if the measurement was disturbed: the times break a rule that true ones keep; else None.
 
-        More tokens take at most as long as the steps of fewer that would hold them. A batch takes no less time than one
-        sequence with as many tokens, and no more than its sequences take one after the other.
+        A step takes at most as long as several smaller steps with as many tokens in total. A batch takes at least as
+        long as one sequence with as many tokens, and at most as long as its sequences one after the other.
         """
         for (batch, kv), row in self.rows.items():
             for fewer, count, before, ms in zip(KNOTS, KNOTS[1:], row, row[1:], strict=False):
@@ -101,7 +101,8 @@ class StepTimes:
         return None
 
     def differs(self, other: StepTimes, part: float) -> bool:
-        """True if the shape of any row differs by more than `part`. Equal factors change no decision."""
+        """True if the shape of any row differs by more than `part`. A common factor does not count: it changes no
+        decision."""
         for key, row in self.rows.items():
             their_row = other.row(*key)
             level = row[0] / their_row[0]
@@ -132,17 +133,17 @@ class StepTimes:
         return cls({key: at_knots(nodes, row) for key, row in rows.items()})
 
 
-# Times measured at the start have the right shape of t(n), but lack the host's work and the gather, and the load of the
-# machine changes. So log(took / measured) is modelled as a level, which drifts, plus a small departure per knot, which
-# neighbours share: a Gaussian process, followed by a Kalman filter. Sizes that were never tried keep their measured
-# relation to the others. (One moving average per knot flattened the slope within 500 steps, until trees of 40 nodes
-# counted half of their time: dev/LOG.md.)
-LEVEL_SPREAD = 0.5  # standard deviation of the level at the start; all figures here are logarithms: 0.1 is 10 %
+# Times measured at the start have the right shape of t(n), but exclude the host's work and the gather, and the load of
+# the machine changes. So log(actual / measured) is modelled as a drifting level plus a small deviation per knot that is
+# correlated between neighbours: a Gaussian process, tracked by a Kalman filter. Sizes that were never used keep their
+# measured ratio to the others. (With one moving average per knot the slope flattened within 500 steps, until trees of
+# 40 nodes were estimated at half of their time: dev/LOG.md.)
+LEVEL_SPREAD = 0.5  # standard deviation of the initial level; all values here are natural logarithms: 0.1 is about 10 %
 LEVEL_DRIFT = 0.01  # standard deviation of the level's change per step
-SHAPE_SPREAD = 0.2  # standard deviation of a knot's departure
-SHAPE_REACH = 4.0  # knots over which departures agree, as exp(-distance / reach)
+SHAPE_SPREAD = 0.2  # standard deviation of a knot's deviation
+SHAPE_REACH = 4.0  # correlation length in knots: exp(-distance / reach)
 STEP_NOISE = 0.1  # standard deviation of single steps
-MOST_SURPRISE = 0.3  # limit of a step's deviation: beyond it another program has disturbed the step
+MOST_SURPRISE = 0.3  # limit of a step's innovation: a larger one is caused by other programs
 
 
 class StepTimesTracker:
@@ -178,7 +179,7 @@ class StepTimesTracker:
 
 
 class _Correction:
-    """The Kalman filter of one batch size; `state` is the level and the departure of each knot."""
+    """The Kalman filter of one batch size; `state` [1 + knots] is the level and each knot's deviation."""
 
     def __init__(self, level: float) -> None:
         places = np.arange(len(KNOTS))
@@ -205,8 +206,8 @@ class _Correction:
 def at_knots(nodes: Sequence[float], milliseconds: Sequence[float]) -> list[float]:
     """A row from times measured at other numbers of nodes, two or more in ascending order.
 
-    Beyond the last it rises as over the last doubling: one late measurement before the last would make all larger trees
-    free.
+    Beyond the last number, the slope is that of the last doubling: the slope of the last two measurements could be 0 by
+    noise, and all larger trees would be free.
     """
     rising = _rising(milliseconds)
     last = nodes[-1]
@@ -231,9 +232,9 @@ def times_at(counts: np.ndarray, row: Sequence[float] | np.ndarray) -> np.ndarra
 
 
 def least_slopes(counts: np.ndarray, row: Sequence[float] | np.ndarray) -> np.ndarray:
-    """The least that further tokens cost on average after each of `counts`, however many they are.
+    """Per number of `counts`: the least average cost of further tokens, over all numbers of them.
 
-    t(n) is linear between knots, so tokens are cheapest on average up to a knot, or far beyond the last.
+    t(n) is linear between knots, so the minimum is at a knot, or far beyond the last one.
     """
     ahead = np.array(KNOTS) - counts[:, None]
     slopes = np.where(ahead > 1e-9, (row - times_at(counts, row)[:, None]) / np.maximum(ahead, 1e-9), np.inf)
@@ -254,7 +255,7 @@ def read_step_times(values: Any, name: str) -> StepTimes:
 
 
 def _rising(row: Sequence[float]) -> list[float]:
-    """The row without falling times: a smaller number of tokens that took longer was late, and its time comes down."""
+    """The row made non-decreasing: a time above that of a larger number of tokens is noise and is lowered."""
     rising, lowest = [], math.inf
     for ms in reversed(row):
         lowest = min(lowest, ms)
@@ -263,10 +264,10 @@ def _rising(row: Sequence[float]) -> list[float]:
 
 
 def _of_batch(rows: Mapping[int, Sequence[float]], batch: int) -> Sequence[float]:
-    """The row of a batch between those of `rows`, or beyond them.
+    """The row of a batch size, interpolated between those of `rows` or extrapolated.
 
-    A further sequence costs the same however many tokens the step has, so beyond the largest batch all times rise
-    alike: a line through each of them would multiply the noise of measurements.
+    The cost of one more sequence does not depend on the number of tokens, so beyond the largest batch all times rise by
+    the same amount. Extrapolating each time separately would amplify measurement noise.
     """
     fewest, most = min(rows), max(rows)
     if batch <= most or fewest == most:
@@ -277,7 +278,7 @@ def _of_batch(rows: Mapping[int, Sequence[float]], batch: int) -> Sequence[float
 
 
 def _between(rows: Mapping[int, Sequence[float]], at: int) -> Sequence[float]:
-    """The row at a place between or beyond those of `rows`; further on no time is shorter."""
+    """The row at `at`, interpolated between those of `rows` or extrapolated, with times that do not fall."""
     places = sorted(rows)
     if len(places) == 1 or at <= places[0]:
         return rows[places[0]]

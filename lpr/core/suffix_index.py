@@ -1,14 +1,14 @@
 """The suffix index: a trie of seen text without nodes (Zhao et al. 2024). Twin: native/suffix_index.h.
 
-It is a token history and chains of equal contexts through it. A continuation is a place in the history, so branches
-need no storage: two places share a branch for as long as their tokens agree. Stored per token are the token and two
-links, to the previous place where the same token ended and to the previous place where the same two tokens ended (the
-hash chains of LZ77 compressors, Ziv and Lempel 1977, after Deutsch's deflate). From the newest place back, the links
-give the most recent occurrences of a suffix, whatever the size of the history.
+It is a token history with linked lists of equal contexts. A continuation is a place in the history, so branches need no
+storage: two places share a branch as long as their tokens agree. Stored per token are the token and two links: to the
+previous occurrence of the token, and to the previous occurrence of the pair that ends with it (the hash chains of LZ77
+compressors, Ziv and Lempel 1977, as in Deutsch's deflate). Followed from the newest place back, the links give the most
+recent occurrences of a suffix, in time independent of the size of the history.
 
-Insertion is O(1) per token, memory O(capacity), a query O(places asked for). No single insertion is slow either: the
-oldest tokens are forgotten a few at a time, and the index of pairs is split, because a dictionary of a million entries
-stalls for a tenth of a second when it grows.
+Insertion is O(1) per token, memory O(capacity), a query O(places asked for). Single insertions are bounded too: the
+oldest tokens are evicted a few at a time, and the index of pairs is split into shards, because a dictionary of a
+million entries stalls for 0.1 s when it grows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHARDS = 61
 
 
 class SuffixIndex:
-    """Documents of tokens, the oldest forgotten first; `tokens[position - base]` is the token at a position."""
+    """Documents of tokens, the oldest evicted first; `tokens[position - base]` is the token at a position."""
 
     __slots__ = ("base", "capacity_tokens", "pairs", "previous_pair", "previous_token", "singles", "start", "tokens")
 
@@ -39,7 +39,7 @@ class SuffixIndex:
         self.capacity_tokens = capacity_tokens
         self.base = 0  # position of `tokens[0]`; positions count all tokens ever seen
         self.start = 0
-        """Index into `tokens` of the oldest token held; those before it are forgotten and wait to be cut off."""
+        """Index into `tokens` of the oldest token held; those before it are evicted and not yet deleted."""
         self.tokens = array("i")
         self.previous_token = array("q")
         self.previous_pair = array("q")
@@ -77,9 +77,9 @@ class SuffixIndex:
             self._append([END])
 
     def insert(self, history: np.ndarray) -> None:
-        """Append the documents of `history`, int32 [num_tokens], which END separates; the last one is ended, too.
+        """Append the documents of `history`, int32 [num_tokens], separated by END; ends the last document as well.
 
-        An empty index then has the history of the index that `history` is from, so that ranks agree on its length.
+        Into an empty index the history is copied as it is, so that its length is the same on all ranks.
         """
         if not len(self) and not self.base:
             self._append(history[-self.capacity_tokens :].tolist())
@@ -92,7 +92,7 @@ class SuffixIndex:
         self.end_document()
 
     def _append(self, tokens: Iterable[int]) -> None:
-        """Append tokens and ends of documents, and forget the oldest ones where there are too many."""
+        """Append tokens and ends of documents; evict the oldest beyond the capacity."""
         history, singles, pairs = self.tokens, self.singles, self.pairs
         last = history[-1] if len(self) else END
         position = self.base + len(history)
@@ -115,9 +115,9 @@ class SuffixIndex:
                 limit = self._evict()
 
     def _evict(self) -> int:
-        """Forget the oldest tokens, a few more than needed; returns how long `tokens` may now become.
+        """Evict the oldest tokens, a few more than needed; returns the new maximum length of `tokens`.
 
-        The arrays are cut only when a 16th of the capacity is forgotten: moving the rest down is then O(1) per token.
+        The arrays are cut only when a 16th of the capacity is evicted, so moving the rest is O(1) per token.
         """
         history, base, start = self.tokens, self.base, self.start
         stop = start + max(len(self) - self.capacity_tokens, min(64, self.capacity_tokens // 64))
@@ -141,7 +141,7 @@ class SuffixIndex:
         return self.capacity_tokens + self.start
 
     def _forget_pair(self, left: int, right: int, position: int) -> None:
-        """Drop the pair from the index if no later place than `position` holds it."""
+        """Delete the pair from the index if its latest occurrence is at `position`."""
         shard, key = self.pairs[(7 * left + right) % _SHARDS], left << _SHIFT | right
         if shard[key] == position:
             del shard[key]
@@ -160,7 +160,7 @@ class SuffixIndex:
         reach = min(len(suffix), MAX_MATCH)
         left, right = suffix[-2], suffix[-1]
         index = self.pairs[(7 * left + right) % _SHARDS].get(left << _SHIFT | right, _NONE) - base
-        start = self.start  # has lost its left neighbour, so no pair ends there
+        start = self.start  # the token here has no left neighbour any more, so no pair ends here
         while index > start and limit:
             limit -= 1
             after = index + 1
@@ -189,8 +189,8 @@ class SuffixIndex:
 
 
 def as_learnt(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-    """A finished output as a document, after the part of its prompt that a match can cover.
+    """The document of a finished output: the end of its prompt, as long as the longest match, and the output.
 
-    A prompt that comes again then finds it at its first step. More of the prompt gains nothing (dev/LOG.md).
+    If the same prompt comes again, its first step finds the output. More of the prompt gains nothing (dev/LOG.md).
     """
     return [*prompt_ids[-MAX_MATCH:], *token_ids]

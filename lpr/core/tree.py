@@ -42,7 +42,7 @@ class TokenTree:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, source: int) -> int:
-        """Return the child of `parent` that holds `token`, made now if there is none yet."""
+        """Return the child of `parent` that holds `token`; add it if there is none."""
         siblings = self.children[parent]
         node = siblings.get(token)
         if node is None:
@@ -81,7 +81,7 @@ class TokenTree:
         return path[::-1]
 
     def verify(self) -> None:
-        """Executable specification; raises AssertionError with the node that breaks it."""
+        """Check the invariants of a tree; raises AssertionError that names the node."""
         count = len(self.tokens)
         lengths = {len(self.parents), len(self.depths), len(self.sources), len(self.children), count}
         assert lengths == {count} and count >= 1, f"arrays of unequal length: {lengths}"
@@ -100,7 +100,7 @@ class TokenTree:
 
 
 def ancestor_bits(parents: Sequence[int]) -> list[int]:
-    """Bit j of entry i says whether node j is node i or one of its ancestors (`parents[i] < i`; < 0: none)."""
+    """Per node i, a bit mask: bit j is set if node j is i or an ancestor of i (`parents[i] < i`; < 0: none)."""
     bits: list[int] = []
     for node, parent in enumerate(parents):
         bits.append((bits[parent] if parent >= 0 else 0) | 1 << node)

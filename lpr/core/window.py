@@ -1,7 +1,7 @@
 """The Jacobi window of lookahead decoding (Fu et al. 2024, section 3.1), a comb of tree nodes. Twin: native/window.h.
 
 The window guesses the text ahead of the root in W columns and N-1 levels. Level l of column j is a guess at
-the token `j + l` places after the root, made l steps ago at the latest. Level 0 is the *spine*, a chain from
+the token `j + l` places after the root, made at most l steps ago. Level 0 is the *spine*, a chain from
 the root (column 0's level 0 is the root itself); a column's higher levels are a chain that hangs from its
 spine node. The model's next token after a column's last level is a new guess, `j + N - 1` places ahead, so
 each column yields one n-gram a step, and the guesses of a step become one level: the next spine is level 1.
@@ -37,7 +37,7 @@ class JacobiWindow:
         return tokens
 
     def add_to(self, tree: TokenTree, max_depth: int) -> None:
-        """Add the comb under the root, without nodes deeper than `max_depth`; remember which node is which guess."""
+        """Add the comb under the root, without nodes deeper than `max_depth`; keeps the node of each guess."""
         spine = [0]
         for token in self.levels[0][1 : max_depth + 1]:
             spine.append(tree.add(spine[-1], token, Source.WINDOW))

@@ -1,21 +1,21 @@
 """The layout of a step's payload: what every rank sends in the step's one all-gather. Twin: native/wire.h.
 
-A payload is int32 words, as many on all ranks (rule R2):
+A payload is int32 words, equally many on all ranks (rule R2):
 
-    header    NUM_HEADER words: the digest of what all ranks hold (low, high), the length of the commands that the
-              driver broadcasts after the step (rule R3), how many candidates of a node this rank sends, and the
-              microseconds that it has taken, by which ranks that only draft know how many passes fit into a step
-    trees     NUM_TREE_HEADER words for each tree that the rank serves: the digest of what the tree's home ranks alone
-              hold (low, high), and how many of its nodes the rank owns
-    results   for each of these trees a table of `capacity` nodes with `width` words: of every node that the rank owns
-              the next token, k candidates, their scores (four to a word), log-probabilities in steps in which a running
-              request asks for them, and, where ranks do not draft each other's trees, the node itself
-    guesses   for each of these trees a block of what a prediction head guesses, where there is one (lpr.core.heads);
-              a rank that only drafts has a block for every tree of the step, in the order of the trees
+    header    NUM_HEADER words: the digest of the state that all ranks hold (low, high), the length of the commands that
+              the driver broadcasts after the step (rule R3), the number of candidates per node, and the microseconds
+              that the rank has taken, from which draft-only ranks compute how many passes fit into a step
+    trees     NUM_TREE_HEADER words per tree that the rank serves: the digest of the state that only the tree's home
+              ranks hold (low, high), and the number of its nodes that the rank owns
+    results   per tree that the rank serves, a table of `capacity` nodes with `width` words. A node that the rank owns
+              has its next token, k candidates, their scores (four per word), log-probabilities in steps in which a
+              running request asks for them, and, if ranks do not draft each other's trees, the node itself
+    guesses   per tree that the rank serves, a block of a prediction head's guesses, if there is a head
+              (lpr.core.heads); a draft-only rank has a block for every tree of the step, in the order of the trees
 
-A rank drafts only the trees of requests that it serves. Of the other trees it needs the accepted path and the
-candidates of the nodes. So a node that travels is two words: its number, its parent's number and its source in one, its
-token in the other. From the nodes that each rank owns the others rebuild the tree and its shards.
+A rank drafts only the trees of requests that it serves. Of other trees it needs the accepted path and the candidates
+of the nodes. So a node is sent as two words: its number, its parent's number and its source in one, its token in the
+other. From the nodes that each rank owns, the other ranks rebuild the tree and its shards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ TIME_WORD = 4  # of the header: microseconds
 NUM_TREE_HEADER = 3
 NUM_NODE_WORDS = 2
 NODE_BITS = 14
-"""A tree has up to 2^14 nodes (DecodeConfig). The parent's number follows in as many bits, then the source."""
+"""Bits of a node's number (a tree has up to 2^14 nodes, DecodeConfig); then as many bits of its parent, then its
+source."""
 _NODE = (1 << NODE_BITS) - 1
 _NO_TREE = "the nodes that ranks have sent are no tree"
 
@@ -49,19 +50,19 @@ def result_words(k: int) -> int:
 
 
 def logprob_words(n: int | None) -> int:
-    """Words of a node's log-probabilities: that of its next token, and the n most likely tokens and theirs."""
+    """Words of a node's log-probabilities: its next token's, and the n most likely tokens with theirs; 0 for None."""
     return 0 if n is None else 1 + 2 * n
 
 
 def node_width(sizes: TreeSizes, carries_trees: bool, num_logprobs: int | None = None) -> int:
-    """Words of a node in the results; `carries_trees` if ranks may not draft each other's trees."""
+    """Words per node in the results; with `carries_trees` they include the node itself."""
     return result_words(sizes.num_recycled) + logprob_words(num_logprobs) + NUM_NODE_WORDS * carries_trees
 
 
 def payload_words(
     sizes: TreeSizes, num_trees: int, num_ranks: int, carries_trees: bool = False, num_logprobs: int | None = None
 ) -> int:
-    """Words that each of `num_ranks` ranks contributes to the gather of up to `num_trees` trees."""
+    """Words per rank in the gather of up to `num_trees` trees of `num_ranks` ranks."""
     table = sizes.owned_capacity(num_ranks) * node_width(sizes, carries_trees, num_logprobs)
     return NUM_HEADER + num_trees * (NUM_TREE_HEADER + table + block_words(sizes.num_guesses))
 
@@ -104,17 +105,17 @@ def _halves(digest: int) -> tuple[int, int]:
 
 
 def num_command_bytes(payloads: np.ndarray) -> int:
-    """The length of the commands that the driver, world rank 0, announces."""
+    """The length in bytes of the commands that the driver, world rank 0, is about to broadcast."""
     return int(payloads[0, 2])
 
 
 def num_candidates(payload: np.ndarray) -> int:
-    """How many candidates of a node a rank sends."""
+    """The number of candidates per node in a rank's payload."""
     return int(payload[3])
 
 
 def microseconds(payload: np.ndarray) -> int:
-    """The time that a rank has taken for a step before its gather."""
+    """The microseconds that a rank has spent on the step before the gather."""
     return int(payload[TIME_WORD])
 
 
@@ -125,7 +126,7 @@ def tree_header(payload: np.ndarray, place: int) -> np.ndarray:
 
 
 def places_of(tree: int, served: Served) -> list[int]:
-    """Per rank, the number of a tree among those of the rank; 0 where the rank does not evaluate it."""
+    """Per rank, the index of a tree among those of the rank; 0 if the rank does not evaluate it."""
     return [list(trees).index(tree) if tree in trees else 0 for trees in served]
 
 
@@ -143,14 +144,14 @@ def tree_digests(payloads: np.ndarray, served: Served) -> dict[int, list[tuple[i
 
 
 def headers_agree(payloads: np.ndarray, served: Served) -> bool:
-    """True if all ranks hold the same, and the ranks that evaluate a tree the same of it. As for `tree_digests`."""
+    """True if the digests of all ranks agree, and per tree those of the ranks that evaluate it. See `tree_digests`."""
     if (payloads[:, :2] != payloads[0, :2]).any():
         return False
     return all(each == sent[0][1] for sent in tree_digests(payloads, served).values() for _, each in sent)
 
 
 def read_result(tables: np.ndarray, places: Sequence[int], shards: Sequence[Shard], k: int) -> TreeResult:
-    """A tree's results, each node's from the rank that owns it (rule R1); `places` has the tree's number per rank."""
+    """A tree's results, each node's from its owner (rule R1); `places` has the tree's index per rank."""
     table = owned_rows(tables, places, shards)
     scores = np.ascontiguousarray(table[:, 1 + k : result_words(k)]).astype("<i4").view(np.uint8)[:, :k]
     return TreeResult(table[:, 0].tolist(), table[:, 1 : 1 + k].tolist(), scores.tolist())
@@ -193,10 +194,10 @@ def node_words(tree: TokenTree, nodes: Sequence[int]) -> np.ndarray:
 def read_tree(
     words: np.ndarray, homes: Sequence[int], places: Sequence[int], counts: Sequence[int], num_ranks: int
 ) -> tuple[TokenTree, list[Shard]]:
-    """The tree that `homes` evaluated, and its shards, from the words of the nodes that each of them owns.
+    """Rebuild the tree that `homes` evaluated, and its shards, from the words of the nodes that each of them owns.
 
-    `words` is int32 [ranks, trees, capacity, 2]; `places` has the tree's number per rank and `counts` the nodes that a
-    rank owns. Raises ValueError if these are no tree.
+    `words` is int32 [ranks, trees, capacity, 2]; `places` has the tree's index per rank and `counts` the number of
+    nodes that each rank owns. Raises ValueError if the words are not a valid tree.
     """
     if not all(0 <= counts[rank] <= words.shape[2] for rank in homes):
         raise ValueError(_NO_TREE)
