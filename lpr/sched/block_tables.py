@@ -1,10 +1,10 @@
-"""The block tables of the requests that one rank serves: which tokens' K/V lies in which page.
+"""The block tables of the requests that one rank serves: which page holds which tokens' K/V.
 
 A *page* holds the K/V of `page_size` consecutive tokens in all layers. A running request has a *block table*, its pages
-in the order of its tokens, and reads no other. Full pages are shared: requests of one tenant that begin alike hold the
-same pages, while they run and afterwards. What no running request holds is the prefix cache (lpr.sched.page_pool).
+in the order of its tokens, and reads no other pages. Full pages are shared: requests of one tenant with a common prefix
+hold the same pages. Pages with known tokens that no running request holds are the prefix cache (lpr.sched.page_pool).
 
-Pure, and replicated: every rank keeps the tables of all ranks, so all know what each of them holds.
+Pure, and replicated: every rank keeps the tables of all ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lpr.sched.state_snapshots import Snapshots, border
 class Table:
     """The pages of one running request."""
 
-    root: Node  # of the tenant's tree
+    root: Node  # root of the tenant's prefix tree
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
-    """The nodes of the leading pages, all full; the pages behind them are this request's alone."""
-    is_known: bool = False  # True if the cache has the pages as they are
-    room: range = range(0)  # pages that are kept for it to grow into
+    """The nodes of the leading pages, all full; the pages after them belong to this request alone."""
+    is_known: bool = False  # True if the pages are unchanged since the last `take_changed`
+    room: range = range(0)  # free pages reserved for its growth
 
     def __post_init__(self) -> None:
         self.root.num_users += 1
@@ -45,9 +45,10 @@ class RankPages(Generic[R]):
     def __init__(
         self, rank: int, num_slots: int, pool: PagePool, retains: bool = True, num_snapshots: int | None = None
     ) -> None:
-        """For up to `num_slots` running requests. With `retains`, requests share pages.
+        """Tables for up to `num_slots` running requests, which share pages if `retains`.
 
-        `num_snapshots` is of a model with recurrent states (lpr.sched.state_snapshots), None for one without.
+        `num_snapshots` is the number of state snapshots of a model with recurrent layers (lpr.sched.state_snapshots),
+        None for a model without.
         """
         self.rank, self.num_slots, self.pool, self.retains = rank, num_slots, pool, retains
         self.running: list[R] = []  # by slot, which is a request's place in the batch
@@ -60,8 +61,8 @@ class RankPages(Generic[R]):
             self.pool.snapshots = Snapshots(self.num_slots, self._num_snapshots)
 
     def resume(self, requests: Sequence[R], tables: Sequence[Sequence[int]]) -> None:
-        """Begin again with these requests, by slot, and their pages; nothing else is known, until `register`."""
-        states = [move for move in self.pool.moves if isinstance(move, StateCopy)]  # of slots, which stay
+        """Start over with these requests, by slot, and their pages; the prefix tree is empty."""
+        states = [move for move in self.pool.moves if isinstance(move, StateCopy)]  # copies into slots stay
         pool = self.pool = PagePool(self.pool.num_pages, self.pool.page_size, self.pool.num_host_pages)
         pool.moves += states
         self._begin_snapshots()
@@ -90,18 +91,18 @@ class RankPages(Generic[R]):
         return -(-num_tokens // self.pool.page_size)
 
     def held(self, request: R) -> int:
-        """Leading tokens of a request whose K/V is on this rank, in its own pages or in any that it may share."""
+        """Leading tokens of a request whose K/V is on this rank, in its own pages or in ones that it may share."""
         if request.slots[self.rank] >= 0:
             return request.num_computed_tokens[self.rank]
         return self.known(request)
 
     def known(self, request: R) -> int:
-        """Leading tokens of a request that does not run whose K/V it would find here."""
+        """Leading tokens of a waiting request whose K/V is in this rank's prefix cache."""
         nodes, _, length = self._match(request)
         return len(nodes) * self.pool.page_size + length
 
     def has_room(self, request: R, num_ahead: int) -> bool:
-        """True if a request can run with `num_ahead` rows for a step's tree, and all that run can go on so far."""
+        """True if the pages suffice for the request and all running ones, with `num_ahead` rows each for a tree."""
         if len(self.running) >= self.num_slots:
             return False
         shared = sum(1 for node in self._match(request)[0] if node.num_users)
@@ -114,7 +115,7 @@ class RankPages(Generic[R]):
         return sum(max(0, count - len(table.pages)) for count, table in zip(wanted, self._tables, strict=True))
 
     def enter(self, request: R) -> int:
-        """Give a request the next slot, and the pages that begin as it does; returns the tokens whose K/V they hold."""
+        """Give a request the next slot and the pages of its known prefix; returns the prefix's number of tokens."""
         nodes, partial, length = self._match(request)
         if self.pool.snapshots is not None:
             nodes, partial, length = self._begin_states(nodes, partial, length)
@@ -135,7 +136,7 @@ class RankPages(Generic[R]):
             if keeps is not None:
                 keeps.num_users -= 1
             else:
-                _, partial, length = self._match(request)  # the page that begins the rest may have been taken for them
+                _, partial, length = self._match(request)  # `load` may have taken the partial page
         num_held = len(nodes) * self.pool.page_size
         if partial is not None:
             page = self.pool.copy(partial, length, table.pages[-1] if table.pages else None)
@@ -147,7 +148,7 @@ class RankPages(Generic[R]):
     def _begin_states(
         self, nodes: list[Node], partial: Node | None, length: int
     ) -> tuple[list[Node], Node | None, int]:
-        """Let the next slot have the states behind what `_match` has found; nothing is found without pages for it."""
+        """Copy to the next slot the states after the prefix that `_match` found, shortened to its last snapshot."""
         assert self.pool.snapshots is not None
         last = partial or (nodes[-1] if nodes else None)
         taken = sum(not node.num_users for node in [*nodes, *([partial] if partial is not None else [])])
@@ -157,7 +158,7 @@ class RankPages(Generic[R]):
         return nodes, partial, length
 
     def reserve(self, request: R, num_tokens: int) -> bool:
-        """Give a request pages for its first `num_tokens` tokens; False, and no page, if there are too few."""
+        """Give a request pages for its first `num_tokens` tokens; returns False and takes none if too few are free."""
         table = self.table(request)
         missing = self.num_pages(num_tokens) - len(table.pages)
         if missing > self.pool.num_available:
@@ -173,7 +174,7 @@ class RankPages(Generic[R]):
         return True
 
     def follow(self, request: R, num_computed: int) -> int:
-        """Share pages that others have computed meanwhile; the leading tokens whose K/V a request has then."""
+        """Share pages that other requests have computed since; returns the request's number of computed tokens."""
         size, table, tokens = self.pool.page_size, self.table(request), request.tokens
         shares = self.retains and self.pool.snapshots is None
         while shares and num_computed == len(table.nodes) * size and num_computed + size < len(tokens):
@@ -185,7 +186,7 @@ class RankPages(Generic[R]):
         return num_computed
 
     def next_page(self, request: R) -> tuple[Node, tuple[int, ...]] | None:
-        """The node before the page that a request fills next, and that page's tokens; None within a page."""
+        """The parent node and the tokens of the page that a request fills next; None if it is within a page."""
         table, size = self.table(request), self.pool.page_size
         start = len(table.nodes) * size
         if not self.retains or self.pool.snapshots is not None or request.num_computed_tokens[self.rank] != start:
@@ -193,9 +194,9 @@ class RankPages(Generic[R]):
         return table.last, tuple(request.tokens[start : start + size])
 
     def register(self, request: R, num_computed: int) -> None:
-        """Let others share the pages that a request has filled with `num_computed` tokens.
+        """Add the full pages of a request's `num_computed` tokens to the prefix tree.
 
-        Its states are kept where its prompt's last full page ends.
+        A snapshot of its states is kept at the end of its prompt's last full page.
         """
         table, size = self.table(request), self.pool.page_size
         while self.retains and (len(table.nodes) + 1) * size <= num_computed:
@@ -203,7 +204,7 @@ class RankPages(Generic[R]):
             tokens = tuple(request.tokens[start : start + size])
             known = table.last.children.get(tokens)
             if known is not None and known.is_resident:
-                self._share(table, known)  # computed by two at once
+                self._share(table, known)  # another request computed the same page
             elif known is not None:
                 self.pool.adopt(known, table.pages[len(table.nodes)])
                 table.nodes.append(known)
@@ -214,15 +215,15 @@ class RankPages(Generic[R]):
             self._keep_states(request, table.last)
 
     def _keep_states(self, request: R, node: Node) -> None:
-        """Make a snapshot of a request's states at a node, behind which they are."""
+        """Make a snapshot of a request's states at the node whose tokens they follow."""
         place = self.pool.snapshots.take(node) if self.pool.snapshots is not None else None
         if place is not None:
             self.pool.moves.append(StateCopy(request.slots[self.rank], place))
 
     def leave(self, request: R, keep: bool = True) -> None:
-        """Take the slot from a request; the last request gets it. With `keep`, its tokens and K/V stay known.
+        """Take the slot from a request; the last request moves into it. With `keep`, its pages join the prefix tree.
 
-        Without, the pages that were its own are cleared: its K/V may be NaN.
+        Without, its unshared pages are zeroed, because its K/V may be NaN.
         """
         slot, table, pool = request.slots[self.rank], self.table(request), self.pool
         num_computed = request.num_computed_tokens[self.rank]
@@ -234,7 +235,7 @@ class RankPages(Generic[R]):
             is_new = not table.last.knows(tail) if pool.snapshots is None else tail not in table.last.children
             if tail and is_new:
                 table.nodes.append(pool.insert(table.last, tail, own.pop(0)))
-            # Where a request ended within an accepted path, its states are behind its tokens.
+            # If a request ended within an accepted path, its states are ahead of its tokens.
             if pool.snapshots is not None and 0 < num_computed <= len(request.tokens):
                 self._keep_states(request, table.last if is_new else table.last.children[tail])
         for page in own:
@@ -262,7 +263,7 @@ class RankPages(Generic[R]):
         self.pool.forget()
 
     def _match(self, request: R) -> tuple[list[Node], Node | None, int]:
-        """As PagePool.match; the root of the request's tree is evaluated in any case."""
+        """As PagePool.match, without the request's last token, which is always evaluated (the root of its tree)."""
         if not self.retains:
             return [], None, 0
         root, tokens, most = self.pool.root(request.tenant), request.tokens, len(request.tokens) - 1
@@ -276,7 +277,7 @@ class RankPages(Generic[R]):
         table.pages += self.pool.take(count, after)
 
     def _share(self, table: Table, node: Node) -> None:
-        """Let a table hold a node next, in place of a page of its own if it has one there."""
+        """Append a node to a table's nodes; it replaces the table's own page at that place, if any."""
         place = len(table.nodes)
         table.is_known = False
         self.pool.hold(node)

@@ -1,11 +1,11 @@
-"""Home ranks: which ranks serve which request, from all of them for one request to one rank for each of many.
+"""Choice of home ranks: all ranks for a single request, one rank per request for many.
 
-Pure: no tensor, no clock, no world. Every rank chooses by the same replicated facts, so all choose the same homes.
+Pure: no tensor, no clock, no world. The inputs are replicated, so every rank chooses the same home ranks.
 
-Each request has a *base* rank, one of those that serve it already, and bases are spread evenly. So where requests are
-as many as ranks or more, no work is done twice: that is plain data parallelism. A rank that is no request's base is
-spare, and joins the request that gains most by it, those first that are slower than promised: with a single request
-all ranks work on its tree.
+Each request has a *base* rank, if possible one that serves it already, and bases are spread evenly. With at least as
+many requests as ranks, this is plain data parallelism: no work is done twice. A rank that is no request's base is spare
+and joins the request with the greatest speedup; requests that miss their time per token come first. So with a single
+request all ranks work on its tree.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 WORTH_JOINING, WORTH_STAYING = 1.03, 1.01
-"""A spare rank joins a request that it speeds up by at least the first factor, and stays down to the second. The second
-also holds for a request that is about to begin, whose prompt it can fill while others do."""
-WORTH_LEAVING = 1.1  # it leaves a request for one that it would speed up by this factor more
+"""A spare rank joins a request at a speedup of at least WORTH_JOINING and stays down to WORTH_STAYING. WORTH_STAYING
+also suffices for a request that is about to begin: the rank computes the prompt in the same steps as the others."""
+WORTH_LEAVING = 1.1  # a rank leaves a request for another one whose speedup is greater by this factor
 FILLS_PER_TOKEN = 32
-"""A rank computes up to so many tokens of a request that it joins for each token that the request may still emit."""
+"""A rank joins a request only if it lacks at most this many tokens per token that the request may still emit."""
 FIRST_YIELD, FIRST_STEPS = 0.35, 8.0
-"""Tokens a step gained by each doubling of a tree before any step: a prior that weighs as much as so many steps."""
+"""Prior of the tokens per step gained by each doubling of a tree, and its weight in steps."""
 
 
 class Seen(Protocol):
@@ -47,18 +47,18 @@ class Seen(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the choice of its home ranks needs of a request."""
+    """A request, as the input of the choice of home ranks."""
 
     serving: Sequence[int]  # ranks that serve it now, ascending; none if it is about to be admitted
     lacking: Callable[[int], int]  # tokens that a rank would have to compute before it could serve it
     num_left: int  # most tokens that it may still emit
     speedup: Callable[[int], float] = lambda width: math.inf
-    """Factor by which one more rank than `width` speeds it up."""
-    is_late: Callable[[int], bool] = lambda width: False  # True if it is slower than promised on `width` ranks
+    """Speedup of `width` + 1 ranks over `width` ranks."""
+    is_late: Callable[[int], bool] = lambda width: False  # True if it misses its time per token on `width` ranks
 
 
 def choose(requests: Sequence[Candidate], num_ranks: int, most: int) -> list[list[int]]:
-    """The home ranks that each request should have, ascending; no request gets more than `most`."""
+    """The wanted home ranks of each request, ascending, at most `most` of them."""
     bases = base_ranks(requests, num_ranks)
     homes = [[rank] for rank in bases]
     spare = [rank for rank in range(num_ranks) if rank not in bases]
@@ -70,9 +70,9 @@ def choose(requests: Sequence[Candidate], num_ranks: int, most: int) -> list[lis
 
 
 def base_ranks(requests: Sequence[Candidate], num_ranks: int) -> list[int]:
-    """One rank per request, spread evenly over the ranks as far as moving pays; a request stays where it is if it can.
+    """One rank per request, spread evenly as far as moves pay; a request keeps a rank that serves it if possible.
 
-    Requests with the fewest ranks to choose from come first; new ones go where there is room then.
+    Requests with the fewest ranks to choose from are placed first, new requests last.
     """
     loads = [0] * num_ranks
     bases = [-1] * len(requests)
@@ -93,9 +93,9 @@ def base_ranks(requests: Sequence[Candidate], num_ranks: int) -> list[int]:
 
 
 def _preferred(request: Candidate, loads: Sequence[int]) -> list[int]:
-    """The ranks that a new request may go to: the least busy ones that lack least, or one more busy that lacks half.
+    """The ranks for a new request: the least loaded ones, or those with one request more that lack half the tokens.
 
-    `_balance` evens out what is more uneven than that.
+    Of these, the ranks that lack the fewest tokens. `_balance` corrects greater differences of load.
     """
     least = min(loads)
     lacking = {rank: request.lacking(rank) for rank, load in enumerate(loads) if load <= least + 1}
@@ -106,7 +106,7 @@ def _preferred(request: Candidate, loads: Sequence[int]) -> list[int]:
 
 
 def _balance(requests: Sequence[Candidate], bases: Sequence[int], loads: Sequence[int]) -> tuple[int, int] | None:
-    """A request to move and its new rank, if some rank has two more than another and one of them is worth moving."""
+    """A request to move and its new rank, if one rank has at least two requests more than another and a move pays."""
     to = loads.index(min(loads))
     crowded = [index for index, rank in enumerate(bases) if loads[rank] - loads[to] >= 2]
     movable = [index for index in crowded if is_worth_filling(requests[index], to)]
@@ -116,14 +116,14 @@ def _balance(requests: Sequence[Candidate], bases: Sequence[int], loads: Sequenc
 
 
 def is_worth_filling(request: Candidate, rank: int) -> bool:
-    """True if a rank that joins would still serve the request for long enough."""
+    """True if the request may emit enough tokens to repay the rank's computation of its K/V."""
     return request.lacking(rank) <= FILLS_PER_TOKEN * request.num_left
 
 
 def _widen(
     requests: Sequence[Candidate], homes: Sequence[Sequence[int]], spare: Sequence[int], most: int
 ) -> tuple[int, int] | None:
-    """The request that gains most by one more rank, and the rank of `spare` that suits it best; None if none gains."""
+    """The request with the greatest speedup by one more rank, and the best rank of `spare`; None if none gains."""
     gains: list[tuple[tuple[bool, float, int, bool], tuple[int, int]]] = []
     for index, request in enumerate(requests):
         width = len(homes[index])
@@ -140,18 +140,18 @@ def _widen(
 
 
 def speedup(width: int, time: Callable[[float], float], nodes_per_rank: int, seen: Seen) -> float:
-    """Expected factor by which one more rank than `width` speeds a request up: a rough guess, by the log of nodes.
+    """Estimated speedup of `width` + 1 ranks over `width` ranks.
 
-    `time(n)` is that of a step in which a rank evaluates n tokens, up to `nodes_per_rank`. Every doubling of a tree is
-    assumed to gain the same number of tokens (measured so for the Jacobi window, recycled candidates and the suffix
-    index).
+    `time(n)` is the milliseconds of a step in which a rank evaluates n tokens, up to `nodes_per_rank`. The tokens per
+    step are modelled as linear in the logarithm of the tree's size, as measured for the Jacobi window, recycled
+    candidates and the suffix index.
     """
     gain = yield_of(seen)
     return rate(width + 1, time, nodes_per_rank, gain) / rate(width, time, nodes_per_rank, gain)
 
 
 def yield_of(seen: Seen) -> float:
-    """Tokens a step gained by each doubling of a request's trees, from its steps so far."""
+    """Tokens per step gained by each doubling of a request's trees, estimated from its steps so far."""
     if not seen.num_steps:
         return FIRST_YIELD
     doublings = math.log2(max(2.0, seen.num_nodes / seen.num_steps))
@@ -160,14 +160,14 @@ def yield_of(seen: Seen) -> float:
 
 
 def rate(width: int, time: Callable[[float], float], nodes_per_rank: int, gain: float, batch: int = 1) -> float:
-    """Most tokens per millisecond of a request that `width` ranks serve, with `batch` such requests on each of them.
+    """Tokens per millisecond, with the best tree size, of a request on `width` ranks with `batch` requests on each.
 
-    `gain` is the tokens a step that each doubling of its tree gains.
+    `gain` is the tokens per step that each doubling of its tree adds.
     """
     best, nodes = 0.0, 1
     while nodes <= max(1, nodes_per_rank * width):
         tokens = 1.0 + gain * math.log2(nodes)
-        # What other ranks accepted comes with the next pending chain, and a shard needs its nodes' ancestors.
+        # Evaluated twice: accepted tokens of other ranks (in the next pending chain), and the ancestors of a shard.
         again = 2.0 * tokens * (width - 1) / width if nodes > 1 else 0.0
         best = max(best, tokens / time(batch * (max(1.0, nodes / width) + again)))
         nodes *= 2

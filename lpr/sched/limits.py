@@ -1,13 +1,13 @@
-"""What a scheduler is told: how a request looks to it, its limits, and the times that a service wants kept.
+"""The inputs of a scheduler: its view of a request, its limits, and latency targets.
 
-*Goodput* is the number of requests a second that keep the time to the first token and the time per token (DistServe,
-Zhong et al., OSDI 2024). An admitted request slows down the others of its ranks, and filling a prompt makes a step of
-all ranks longer. So a request waits while it would make others miss their time per token, and prompts are filled in
-pieces that leave the others theirs. Of the waiting requests, those that can still have their first token in time come
-first.
+*Goodput* is the number of requests per second that meet the targets for time to first token and time per token
+(DistServe, Zhong et al., OSDI 2024). An admitted request slows down the other requests of its ranks, and a chunk of a
+prompt makes the step of all ranks longer. So a request waits while its admission would make others miss their time per
+token, and chunks are limited so that decoding requests keep theirs. Among waiting requests, those that can still meet
+their time to first token come first.
 
 Pure: the clock is the sum of the expected times of the steps taken. All ranks have the same step times and took the
-same steps, so all clocks agree. A request's wait counts from the step after which it came.
+same steps, so all clocks agree. A request's wait is measured from the step after its arrival.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from lpr.core.step_times import StepTimes
 
 SHORTEST_FILL = 32
-"""Tokens that a rank computes at least in a step of a request that it joins, or it would never catch up."""
-LONGEST_STILL_MS = 500.0  # longest step with prompts while other requests decode: their texts stand still meanwhile
-SHORTEST_CHUNK = 512  # tokens of prompts that a step may have although it takes longer: fewer cost more each
-DEARER = 0.05  # part by which a token of a prompt may take longer in a step of fewer, for a sooner first token
+"""Least tokens per step that a rank computes of a request that it joins; with fewer it would never catch up."""
+LONGEST_STILL_MS = 500.0  # longest step with prompt chunks while other requests decode
+SHORTEST_CHUNK = 512  # prompt tokens always allowed per step: smaller chunks cost more per token
+DEARER = 0.05  # how much longer per token a smaller prompt chunk may take, for an earlier first token
 ANY_NUMBER = 1 << 30  # `home_ranks="auto"`: no limit on the home ranks of a request
 
 
 class Schedulable(Protocol):
-    """A request as it is scheduled."""
+    """A request, as the scheduler sees it."""
 
     tokens: list[int]  # prompt and output so far
     num_prompt: int
     tenant: str  # K/V is shared among requests of one tenant only
     share: str  # requests of different shares get slots by weight (lpr.sched.fair_shares); "" without keys
-    weight: float  # of its share
+    weight: float  # weight of its share
     charged: float  # steps that its share was charged when it got a slot; written by the queue
     priority: int
     arrived: float  # its arrival in seconds; orders the queue (lpr.sched.queue)
@@ -47,16 +47,16 @@ class Schedulable(Protocol):
     slots: list[int]  # per rank: its place in the batch, -1 where it has none; written by the scheduler
     admission: int  # Number of its admission; the last one admitted is preempted first. Written by the scheduler.
     num_preempted_tokens: int
-    """Tokens whose K/V it had when it was preempted, until it runs again; written by the scheduler."""
+    """Number of its computed tokens when it was preempted; 0 otherwise. Written by the scheduler."""
     num_cached_tokens: int
-    """Tokens whose K/V it found computed when it was admitted, or later by others; written by the scheduler."""
+    """Prompt tokens taken from the prefix cache, at admission or later; written by the scheduler."""
     num_computed_tokens: list[int]
-    """Per rank: leading tokens whose K/V it holds in the request's pages. Read of running requests only; the scheduler
-    writes it for ranks that join or leave."""
+    """Per rank: leading tokens whose K/V is in the request's pages. Valid for running requests; the scheduler writes
+    it for ranks that join or leave."""
 
     @property
     def num_pending(self) -> int:
-        """Uncomputed tokens of the home rank that lacks most, the root included; read of running requests only."""
+        """Most uncomputed tokens of any home rank, the root included; valid for running requests."""
 
     @property
     def num_left(self) -> int:
@@ -72,47 +72,47 @@ R = TypeVar("R", bound=Schedulable)
 
 @dataclass
 class Targets(Generic[R]):
-    """The promised times, and the times that steps are expected to take, in milliseconds."""
+    """Latency targets and expected step times, in milliseconds."""
 
-    times: Callable[[], StepTimes]  # the step times that all ranks decide by
+    times: Callable[[], StepTimes]  # the replicated step times
     nodes_per_rank: int  # most nodes of a tree on each of its ranks
     first_token_ms: float = math.inf
     per_token_ms: float = math.inf
     now: float = 0.0  # expected milliseconds of all steps taken
 
     def pass_step(self, loads: Sequence[int], num_rows: int, longest: int) -> None:
-        """Advance the clock by a step in which ranks evaluated `loads` tokens, of `num_rows` sequences at most."""
+        """Advance the clock by a step in which rank r evaluated `loads[r]` tokens, of at most `num_rows` sequences."""
         self.now += self.times().time(max(1, *loads), max(1, num_rows), longest)
 
     def is_lost(self, request: R, num_lacking: int | None = None) -> bool:
-        """True if a waiting request misses its first token's target even if it begins now.
+        """True if a waiting request would miss its time to first token even if admitted now.
 
-        It has to compute `num_lacking` tokens; default: all of its own.
+        `num_lacking` is its number of uncomputed tokens; default: all of its tokens.
         """
         length = len(request.tokens)
         took = self.times().time(length if num_lacking is None else num_lacking, 1, length)
         return self.now + took > request.arrived_ms + self.first_token_ms
 
     def token_ms(self, request: R, batch: int, width: int) -> float:
-        """Expected time per token of a request that `width` ranks serve, each of which serves `batch` requests."""
+        """Expected milliseconds per token of a request on `width` ranks, each of which serves `batch` requests."""
         times, length = self.times(), len(request.tokens)
         gain = yield_of(request.stats)
         return 1.0 / rate(width, lambda count: times.time(count, batch, length), self.nodes_per_rank, gain, batch)
 
     def is_late(self, request: R, width: int) -> bool:
-        """True if a request is slower than promised on `width` ranks of its own."""
+        """True if a request alone on `width` ranks misses its time per token."""
         return self.token_ms(request, 1, width) > self.per_token_ms
 
     def allow(self, requests: Sequence[R], batch: int, width: int) -> bool:
-        """True if `requests` keep their time per token where `batch` requests run on each of `width` ranks."""
+        """True if `requests` meet their time per token with `batch` requests on each of `width` ranks."""
         if batch <= 1 or self.per_token_ms == math.inf:
             return True
         return all(self.token_ms(each, batch, width) <= self.per_token_ms for each in requests)
 
     def chunk(self, decoding: Sequence[R], least: int, most: int, num_cached: int = 0) -> int:
-        """Tokens of prompts per step, from `least` to `most`, that leave `decoding` requests their time per token.
+        """Prompt tokens per step, from `least` to `most`, with which `decoding` requests meet their time per token.
 
-        `num_cached` tokens are in front of them: far into a long prompt, attention makes each token dearer.
+        `num_cached` tokens precede the chunk: attention makes tokens far into a long prompt more expensive.
         """
         if not decoding or self.per_token_ms == math.inf:
             return most
@@ -134,33 +134,33 @@ class Targets(Generic[R]):
 
 @dataclass
 class Limits(Generic[R]):
-    """How many requests run, on how many ranks, and how many tokens a step computes."""
+    """Limits on running requests, their ranks, and the tokens of a step."""
 
     num_slots: int  # most requests that run at once on each rank
     num_ranks: int
     prefill_chunk: int  # most tokens that a rank spends in a step on pending chains longer than a tree
-    longest_chain: int  # a pending chain of up to so many tokens above the root is evaluated together with a tree
+    longest_chain: int  # most tokens above the root in a pending chain that is evaluated together with a tree
     packed: bool
-    """True if unequal rows are evaluated without padding. Else a chunk is filled by itself, in turn with decoding."""
-    retains: bool = True  # True if requests share the pages of equal prefixes, also of finished ones
+    """True if sequences of unequal length are evaluated without padding. Else prefill and decode steps alternate."""
+    retains: bool = True  # True if the prefix cache is on
     most_homes: int = 0  # most home ranks of a request; 0: always all ranks that evaluate trees
-    drafting: Sequence[int] = ()  # ranks that only draft, and are no request's home
+    drafting: Sequence[int] = ()  # draft-only ranks, which are no request's home rank
     join_chunk: int | None = None
-    """Most tokens that a rank spends in a step on a request that others decode; default: `prefill_chunk`."""
+    """Most tokens per step that a rank computes of a request that it joins; default: `prefill_chunk`."""
     calm_chunk: Callable[[], int] | None = None
-    """Most tokens that a rank spends on long chains in a step in which other requests decode; None: `prefill_chunk`."""
+    """Most prompt tokens per rank and step while other requests decode; None: `prefill_chunk`."""
     cheap_chunk: Callable[[], int] | None = None
-    """Prompt tokens of a step beyond which further ones cost as much each, so prompts are filled one after the other;
-    None: unknown."""
+    """Prompt tokens per step beyond which the cost per token no longer falls, so that prompts are then computed one
+    after the other; None: unknown."""
     speedup: Callable[[R, int], float] | None = None
-    """Factor by which one more rank than so many speeds a request up; None: any rank is worth it."""
+    """Speedup of a request on one more rank than the given number; None: one more rank always pays."""
     targets: Targets[R] | None = None
     num_pages: int = 1 << 16  # pages of each rank's KV cache
     page_size: int = PAGE_SIZE  # tokens of a page
-    num_host_pages: int = 0  # pages of each rank in host memory; 0 if what is preempted is computed again
+    num_host_pages: int = 0  # pages of each rank in host memory; 0: preempted requests are recomputed
     num_snapshots: int | None = None
-    """Snapshots of recurrent states on each rank (lpr.sched.state_snapshots); None: the model has no such states."""
-    num_ahead: int = 0  # rows behind its tokens that a decoding request needs for a step's tree
+    """Snapshots of recurrent states per rank (lpr.sched.state_snapshots); None: the model has no recurrent layers."""
+    num_ahead: int = 0  # cache rows after its tokens that a decoding request needs for a step's tree
 
     @property
     def serving(self) -> list[int]:
@@ -173,7 +173,7 @@ class Limits(Generic[R]):
 
     @property
     def is_elastic(self) -> bool:
-        """True if a request may have fewer ranks than there are."""
+        """True if a request may have fewer home ranks than there are ranks."""
         return self.num_serving > 1 and self.most_homes > 0
 
     @property
@@ -183,22 +183,21 @@ class Limits(Generic[R]):
 
     @property
     def joining(self) -> int:
-        """Most tokens that a rank spends in a step on a request that it joins."""
+        """Most tokens per step that a rank computes of a request that it joins."""
         return self.prefill_chunk if self.join_chunk is None else min(self.join_chunk, self.prefill_chunk)
 
     @property
     def cheap(self) -> int:
-        """A rank that lacks no more tokens than this evaluates them together with a tree."""
+        """Most uncomputed tokens that a rank evaluates together with a tree."""
         return min(self.longest_chain, self.joining)
 
     def decide_by(
         self, times: Callable[[], StepTimes], nodes_per_rank: int, first_token_ms: float, per_token_ms: float
     ) -> None:
-        """Let step times decide how many ranks a request gets, how much of prompts a step computes, and admissions.
+        """Use step times to decide the number of home ranks, prompt chunks, and (by the targets) admissions.
 
-        Admissions go by these targets (inf: no target).
-
-        `nodes_per_rank` is the largest tree's on each of its ranks. The clock of earlier targets goes on.
+        A target of inf is none. `nodes_per_rank` is the most nodes of a tree per rank. The clock of earlier targets is
+        kept.
         """
 
         def factor(request: R, width: int) -> float:

@@ -1,4 +1,4 @@
-"""What a rank does to its pages and states before a step, as the replicated scheduler decides it."""
+"""Operations on a rank's pages and states before a step, decided by the replicated scheduler."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class PageIn:
 
 @dataclass(frozen=True)
 class StateCopy:
-    """States of one place to be copied to another. Slots are the first places, snapshots the ones behind."""
+    """Recurrent states to be copied from one place to another. The first places are slots, the others snapshots."""
 
     source: int
     target: int
 
 
 PageMove = PageCopy | PageClear | PageOut | PageIn | StateCopy
-"""What is to be done to the pages and states of a rank before the next step, in the order of decision."""
+"""An operation on the pages and states of a rank; operations are applied in order before the next step."""

@@ -1,10 +1,9 @@
-"""The pages of one rank's KV cache, free or with known tokens, and those that have gone to host memory.
+"""The pages of one rank's KV cache: free pages, the prefix cache, and pages swapped out to host memory.
 
-A tree per tenant holds the pages whose tokens are known: the prefix cache. Its least recently used page is taken first
-when a request needs one (vLLM's automatic prefix caching; the tree is SGLang's RadixAttention, Zheng et al. 2024,
-section 3, with pages for edges). A page that is taken goes to host memory, if there is any, and comes back when a
-request begins with its tokens: a preempted one, or any other of the tenant. In host memory, too, the least recently
-used page goes first.
+A tree per tenant holds the pages whose tokens are known: the prefix cache. When a request needs a page, the least
+recently used one is evicted (vLLM's automatic prefix caching; the tree is SGLang's RadixAttention, Zheng et al. 2024,
+section 3, with pages for edges). An evicted page is copied to host memory, if there is any, and copied back when a
+request of the tenant, preempted or new, begins with its tokens. Host memory evicts the least recently used page, too.
 """
 
 from __future__ import annotations
@@ -16,33 +15,33 @@ from lpr.sched.page_moves import PageCopy, PageIn, PageMove, PageOut
 from lpr.sched.prefix_tree import MOST_COMPARED, NOWHERE, LeastRecent, Node
 from lpr.sched.state_snapshots import Snapshots
 
-FIRST_ROOTS = 64  # tenants without a page that are remembered at least
+FIRST_ROOTS = 64  # least number of tenants without pages whose roots are kept
 
 
 class PagePool:
     """Free pages, and a tree of pages with known tokens per tenant. A page is free, in the tree, or in one table."""
 
     def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
-        """All of `num_pages` pages and of `num_host_pages` in host memory are free."""
+        """A pool of `num_pages` free pages and `num_host_pages` free pages in host memory."""
         self.num_pages, self.page_size, self.num_host_pages = num_pages, page_size, num_host_pages
         self.num_held = 0  # pages that running requests hold
-        self._used = bytearray(num_pages)  # Per page: 0 if it is free. Bytes, as runs of them are found quickly.
+        self._used = bytearray(num_pages)  # Per page: 0 if it is free. Bytes, because runs of zeros are found quickly.
         self._num_free = num_pages
         self._kept = bytearray(num_pages)
-        """Per page: 1 if it is kept for a table that may grow into it, as long as there are others."""
+        """Per page: 1 if it is reserved for the growth of a table; used for others only if no other page is free."""
         self._roots: dict[str, Node] = {}
         self._most_roots = FIRST_ROOTS
-        """Roots beyond which those are forgotten that nothing is behind and no table holds."""
+        """Number of roots above which those without children and users are deleted."""
         self._unused, self._last_in_host = LeastRecent(num_pages, False), LeastRecent(num_host_pages, True)
         self._host_free: list[int] = []
-        """Pages of host memory that were given back; beyond `_num_host_begun` none has been used."""
+        """Freed pages of host memory; those from `_num_host_begun` on were never used."""
         self._num_host_begun = 0
         self._clock = 0
         self.num_cached_tokens = 0  # tokens in the tree, those in host memory included
-        self.num_out = self.num_in = 0  # pages that have gone to host memory, and that have come back
+        self.num_out = self.num_in = 0  # pages swapped out to host memory, and swapped in
         self.snapshots: Snapshots | None = None
-        """Of a model with recurrent states, whose pages are of use only as far as there is one."""
-        self.moves: list[PageMove] = []  # what is to be done before the next step
+        """State snapshots of a model with recurrent layers: a prefix can be reused only up to a snapshot."""
+        self.moves: list[PageMove] = []  # operations to apply before the next step
 
     @property
     def num_available(self) -> int:
@@ -63,7 +62,7 @@ class PagePool:
         return list(self._roots.values())
 
     def root(self, tenant: str) -> Node:
-        """The root of a tenant's tree, which lives as long as a page is behind it or a table counts as its user."""
+        """The root of a tenant's tree; kept while it has children or a table uses it."""
         if tenant not in self._roots:
             if len(self._roots) >= self._most_roots:
                 self._roots = {name: root for name, root in self._roots.items() if root.children or root.num_users}
@@ -72,9 +71,9 @@ class PagePool:
         return self._roots[tenant]
 
     def match(self, root: Node, tokens: Sequence[int], most: int) -> tuple[list[Node], Node | None, int]:
-        """The nodes of the first `most` of `tokens`, as far as they are known; the last of them may be in host memory.
+        """The nodes of the longest known prefix of the first `most` of `tokens`; trailing nodes may be in host memory.
 
-        Behind them the node that begins with most of the tokens that follow, and their number; None and 0 if none does.
+        Also returns the child that shares most of the following tokens, and their number; None and 0 if none does.
         """
         size, node = self.page_size, root
         found: list[Node] = []
@@ -95,7 +94,7 @@ class PagePool:
         return found, best, longest
 
     def keep_room(self, count: int) -> range:
-        """Keep `count` neighbouring free pages for a table that will grow, if there are so many; see `take`."""
+        """Reserve a run of `count` free pages for a table that will grow, if there is one; see `take`."""
         both = int.from_bytes(self._used, "big") | int.from_bytes(self._kept, "big")
         start = both.to_bytes(self.num_pages, "big").find(bytes(count)) if count else -1
         room = range(start, start + count) if start >= 0 else range(0)
@@ -103,17 +102,16 @@ class PagePool:
         return room
 
     def is_free(self, page: int) -> bool:
-        """True if there is such a page and it is free."""
+        """True if `page` exists and is free."""
         return page < self.num_pages and not self._used[page]
 
     def drop_room(self, room: range) -> None:
         self._kept[room.start : room.stop] = bytes(len(room))
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """`count` pages for one table, in runs as long as can be, the first one behind page `after` if that is free.
+        """Allocate `count` pages for one table, in runs as long as possible, starting after page `after` if it is free.
 
-        Neighbouring pages are read without a copy where attention needs its keys side by side. Raises IndexError if
-        `num_available` is less.
+        Attention that needs contiguous keys reads a run without a copy. Raises IndexError if `num_available` is less.
         """
         while self._num_free < count:
             self._evict()
@@ -144,19 +142,19 @@ class PagePool:
         self.num_held -= 1
 
     def insert(self, parent: Node, tokens: tuple[int, ...], page: int) -> Node:
-        """Put a page of one table, which goes on to hold it, into the tree."""
+        """Add a page of one table to the tree; the table keeps holding it."""
         node = parent.children[tokens] = Node(page, tokens, parent, num_users=1)
         parent.num_resident += 1
         self.num_cached_tokens += len(tokens)
         return node
 
     def hold(self, node: Node) -> None:
-        """One more running request holds a node, whose ancestors it holds already."""
+        """Count one more running request as a user of a node; it uses the ancestors already."""
         self.num_held += not node.num_users
         node.num_users += 1
 
     def release(self, nodes: Sequence[Node]) -> None:
-        """A request no longer holds its nodes, which go from the root downwards."""
+        """Count one user less of each of `nodes`, which are in order from the root downwards."""
         self._clock += 1
         for node in reversed(nodes):
             node.num_users -= 1
@@ -165,24 +163,24 @@ class PagePool:
             self._note(node)
 
     def adopt(self, node: Node, page: int) -> None:
-        """Let a node in host memory have a page of one table, which goes on to hold it and has the same K/V."""
+        """Give a node in host memory a page of one table with the same K/V; the table keeps holding it."""
         self._come_back(node, page)
         node.num_users = 1
 
     def load(self, nodes: Sequence[Node], after: int | None) -> None:
-        """Bring nodes, from the root downwards, back from host memory, the first behind page `after` if that is free.
+        """Swap nodes in, from the root downwards, starting after page `after` if that is free.
 
         One running request holds them then. Raises IndexError as `take` does.
         """
         for node in nodes:
-            node.num_users = 1  # so that none goes while another comes
+            node.num_users = 1  # so that none is evicted while another is loaded
         for node, page in zip(nodes, self.take(len(nodes), after), strict=True):
             self.moves.append(PageIn(node.host_page, page))
             self._come_back(node, page)
         self.num_in += len(nodes)
 
     def copy(self, node: Node, num_rows: int, after: int | None) -> int | None:
-        """A page for one table with the first rows of a node's page; None if no page is left."""
+        """Allocate a page for one table and copy the first rows of a node's page to it; None if no page is left."""
         if self.num_available <= (node.is_resident and not node.num_users):
             return None
         if not node.is_resident:
@@ -193,14 +191,14 @@ class PagePool:
             self._note(node)
             self.num_in += 1
             return page
-        self.hold(node)  # so that its page is not taken for the copy
+        self.hold(node)  # so that its own page is not evicted for the copy
         [page] = self.take(1, after)
         self.moves.append(PageCopy(node.page, page, num_rows))
         self.release([node])
         return page
 
     def drop(self, node: Node) -> None:
-        """Forget a node that can be taken, and what is behind it in host memory."""
+        """Delete an evictable node and its descendants in host memory."""
         parent = node.parent
         assert parent is not None and (node.is_unused or node.is_last_in_host)
         del parent.children[node.tokens]
@@ -240,7 +238,7 @@ class PagePool:
         node.parent.num_resident += 1
 
     def _take_in_host(self) -> int | None:
-        """A page of host memory; None if there is none."""
+        """Allocate a page of host memory; None if there is none."""
         if not self._host_free and self._num_host_begun < self.num_host_pages:
             self._num_host_begun += 1
             return self._num_host_begun - 1
@@ -249,7 +247,7 @@ class PagePool:
         return self._host_free.pop() if self._host_free else None
 
     def _evict(self) -> None:
-        """Free the page of the least recently used node, which goes to host memory if there is any."""
+        """Free the page of the least recently used node, which is swapped out if there is host memory."""
         node = self._unused.pop()
         if node is None:
             raise IndexError("no page is left")

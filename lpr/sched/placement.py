@@ -1,8 +1,8 @@
 """Placement: which ranks hold which running request, in which pages.
 
-A request runs on its *home ranks* (lpr.sched.homes): they hold its K/V and evaluate its trees. A rank that is to
-become one gives the request a slot and fills its pending chain next to its other work; it is a home rank as soon as
-what it lacks is cheap. Each rank has pages of its own (lpr.sched.block_tables). Pure, and the same on every rank.
+A request runs on its *home ranks* (lpr.sched.homes): they hold its K/V and evaluate its trees. A rank that joins gives
+the request a slot and computes its pending chain beside other work; it becomes a home rank when the rest is cheap.
+Each rank has its own pages (lpr.sched.block_tables). Pure, and replicated on every rank.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lpr.sched.page_moves import PageMove
 from lpr.sched.page_pool import PagePool
 from lpr.sched.prefix_tree import Node
 
-REVIEW_EVERY = 16  # steps between two reviews of which ranks wide requests are worth
-PATIENCE = 2  # steps after a request's end before its ranks go to others: the client's next request may be on its way
+REVIEW_EVERY = 16  # steps between two reviews of the number of home ranks
+PATIENCE = 2  # steps before a finished request's ranks join others: the client's next request may be on its way
 
 
 class Placement(Generic[R]):
@@ -31,8 +31,8 @@ class Placement(Generic[R]):
     def __init__(self, limits: Limits[R]) -> None:
         self.limits = limits
         self.running: list[R] = []
-        self.wanted: list[list[int]] = []  # the home ranks that each running request should have, ascending
-        self.digest = 0  # of every change of a home, a slot or its content, since the ranks began to work together
+        self.wanted: list[list[int]] = []  # wanted home ranks of each running request, ascending
+        self.digest = 0  # of every change of a home rank, a slot or its content in this epoch
         self._pages = self._empty()
         self._num_admitted = 0
         self._until_review = 0
@@ -60,20 +60,20 @@ class Placement(Generic[R]):
 
     @property
     def _counted(self) -> list[RankPages[R]]:
-        """The ranks whose pages add up; the others hold the same."""
+        """The ranks whose pages are counted: all if requests may differ in home ranks, else one (all hold the same)."""
         serving = [self._pages[rank] for rank in self.limits.serving]
         return serving if self.limits.is_elastic else serving[:1]
 
     @property
     def swapped(self) -> tuple[int, int, int]:
-        """Pages in host memory now, that have gone there, and that have come back."""
+        """Numbers of pages in host memory now, swapped out so far, and swapped in so far."""
         pools = [pages.pool for pages in self._counted]
         counts = [(pool.num_swapped_pages, pool.num_out, pool.num_in) for pool in pools]
         now, out, back = map(sum, zip(*counts, strict=True))
         return now, out, back
 
     def take_moves(self) -> list[list[PageMove]]:
-        """What to do to K/V of each rank before the next step, in this order, since the last call."""
+        """Per rank, the operations on pages and states since the last call, in order."""
         taken = [pages.pool.moves for pages in self._pages]
         for pages in self._pages:
             pages.pool.moves = []
@@ -93,17 +93,17 @@ class Placement(Generic[R]):
         return all(len(self._pages[rank].running) == 1 for rank in request.homes)
 
     def plan(self, request: R) -> tuple[list[int], list[list[int]]]:
-        """The ranks for a request that is to be admitted, and those that the running ones should have then."""
+        """The home ranks for a request to admit, and the wanted home ranks of the running requests after that."""
         request.slots, request.homes = [-1] * self.limits.num_ranks, []
         *wanted, own = self._choose([*self.running, request])
         return own, wanted
 
     def num_lacking(self, request: R) -> int:
-        """Tokens that a waiting request would have to compute on the rank that knows most of it."""
+        """Uncomputed tokens of a waiting request on the rank with its longest known prefix."""
         return len(request.tokens) - max(pages.known(request) for pages in self._pages)
 
     def admit(self, request: R, own: Sequence[int], wanted: Sequence[list[int]]) -> list[int] | None:
-        """Let a request run on its planned ranks, once others have left them.
+        """Give a request slots and pages on its planned ranks `own`, after requests that should not be there have left.
 
         Returns the leading tokens whose K/V each rank holds in its pages; None if no rank has room.
         """
@@ -119,7 +119,7 @@ class Placement(Generic[R]):
         if self.limits.is_elastic:
             lacking = {rank: len(request.tokens) - 1 - computed[rank] for rank in own}
             limit = max(min(lacking.values()), self.limits.cheap)
-            request.homes = [rank for rank in own if lacking[rank] <= limit]  # the others join when they lack less
+            request.homes = [rank for rank in own if lacking[rank] <= limit]  # the other ranks join when they lack less
         self.running.append(request)
         self._num_admitted += 1
         request.admission = self._num_admitted
@@ -128,9 +128,9 @@ class Placement(Generic[R]):
         return computed
 
     def remove(self, request: R, keep: bool) -> None:
-        """Take its slots and pages from a running request; the last running one takes its place in the list.
+        """Take slots and pages from a running request; the last running one takes its place in the list.
 
-        With `keep`, its tokens and K/V stay in the prefix cache.
+        With `keep`, its pages stay in the prefix cache.
         """
         self._give_back(request, keep)
         index, last, wanted = self.running.index(request), self.running.pop(), self.wanted.pop()
@@ -141,7 +141,7 @@ class Placement(Generic[R]):
     def resume(self, running: Sequence[R], tables: Sequence[Sequence[list[int]]]) -> None:
         """Take over the running requests of another rank, in its order, and their pages per rank.
 
-        Homes and slots are theirs already.
+        Their home ranks and slots are already set.
         """
         self.running = list(running)
         self.wanted = [list(request.homes) for request in running]
@@ -156,10 +156,10 @@ class Placement(Generic[R]):
             pages.resume([self.running[index] for index in here], [tables[index][rank] for index in here])
 
     def regroup(self, kept: Sequence[int | None]) -> list[R]:
-        """Go on with other ranks: for each, `kept` has its former number, None for a newcomer without any K/V.
+        """Change to other ranks: `kept` has each one's former number, None for a newcomer without K/V.
 
-        Returns the requests whose home ranks are all lost; they have left their slots. The result follows from the
-        requests alone, however often a rank has scheduled a step that was then dropped.
+        Returns the requests whose home ranks are all lost; they have left their slots. The result depends only on the
+        requests, also if a rank had scheduled a step that was then dropped.
         """
         self.limits.num_ranks = len(kept)
         self._until_review = self.digest = 0
@@ -172,14 +172,14 @@ class Placement(Generic[R]):
             request.slots = [-1 if old is None else request.slots[old] for old in kept]
             request.num_computed_tokens = regrouped(request.num_computed_tokens, kept)
             request.homes = [rank for rank, old in enumerate(kept) if old in request.homes]
-            if request.homes and not self.limits.most_homes:  # trees do not travel, so all ranks draft them
+            if request.homes and not self.limits.most_homes:  # trees are not sent, so all ranks draft them
                 request.homes = self.limits.serving
         lost = [request for request in self.running if not request.homes]
         self.running = [request for request in self.running if request.homes]
         self._want([list(request.homes) for request in self.running])
         for request in lost:
             self._give_back(request, True)
-        if None in kept:  # a newcomer knows the tables of running requests, and no other page
+        if None in kept:  # a newcomer has only the tables of running requests, so all drop their prefix trees
             self._resume_pages([self.tables(request) for request in self.running])
             for request in self.running:
                 for rank in request.homes:
@@ -193,9 +193,9 @@ class Placement(Generic[R]):
             pages.forget()
 
     def update(self) -> None:
-        """Choose home ranks now and then, and let ranks join and leave as soon as that costs little.
+        """Review the home ranks if it is time, and let ranks join and leave when that is cheap.
 
-        A home rank that is no longer wanted leaves when one of the wanted ones serves.
+        An unwanted home rank leaves when one of the wanted ones serves the request.
         """
         self._until_review -= 1
         if self._until_review < 0:
@@ -243,7 +243,7 @@ class Placement(Generic[R]):
         return held
 
     def leave(self) -> None:
-        """Take requests from ranks that should not have them."""
+        """Remove requests from ranks that are not among their wanted home ranks."""
         for request, wanted in zip(self.running, self.wanted, strict=True):
             is_served = not set(wanted).isdisjoint(request.homes)
             for rank in range(self.limits.num_ranks):
@@ -280,7 +280,7 @@ class Placement(Generic[R]):
         return lacked - request.num_pending
 
     def next_pages(self, request: R) -> list[tuple[int, Node, tuple[int, ...]]]:
-        """The pages that ranks fill next of a request: rank, node before, tokens. Two requests need not fill one."""
+        """Per rank, the page that a request fills next, (rank, parent node, tokens): no other request computes it."""
         found: list[tuple[int, Node, tuple[int, ...]]] = []
         for rank, pages in enumerate(self._pages):
             if request.slots[rank] >= 0 and (key := pages.next_page(request)) is not None:
@@ -288,14 +288,14 @@ class Placement(Generic[R]):
         return found
 
     def reserve(self, request: R, counts: Sequence[int]) -> int | None:
-        """Give a request pages for the first `counts` rows on each rank that has it; a rank with too few, if any."""
+        """Give a request pages for `counts[r]` rows on each rank r that has it; returns a rank without room if any."""
         for rank, (pages, count) in enumerate(zip(self._pages, counts, strict=True)):
             if request.slots[rank] >= 0 and not pages.reserve(request, count):
                 return rank
         return None
 
     def withdraw(self, request: R, rank: int) -> bool:
-        """Take a request from a rank if another one serves it; it does not come back before the next review."""
+        """Remove a request from a rank if another one serves it; the rank cannot rejoin before the next review."""
         if not self.limits.is_elastic or set(request.homes) <= {rank}:
             return False
         index, others = self.running.index(request), [home for home in request.homes if home != rank]
@@ -304,11 +304,11 @@ class Placement(Generic[R]):
         return True
 
     def room(self, request: R) -> int:
-        """Rows of a request's pages on the only rank."""
+        """Number of cache rows of a request's pages; for a single rank."""
         return len(self._pages[0].table(request).pages) * self.limits.page_size
 
     def register(self, requests: Sequence[R]) -> None:
-        """Let `requests` share what the last step has computed."""
+        """Add the full pages of `requests` to the prefix trees."""
         for request in requests:
             for pages, slot, num_computed in zip(self._pages, request.slots, request.num_computed_tokens, strict=True):
                 if slot >= 0:

@@ -1,4 +1,4 @@
-"""The tree of pages whose tokens are known, and the order in which its pages are taken for others."""
+"""The prefix tree: pages whose tokens are known, and the order of their eviction."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 
 MOST_COMPARED = 64
-"""Pages behind a common prefix, the latest ones, that are compared token by token with a new prompt."""
+"""Most children of a node, the latest ones, that are compared token by token with a new prompt."""
 NOWHERE = -1  # the page of a node that is in host memory only
 
 
 @dataclass(eq=False)
 class Node:
-    """A page whose tokens are known, behind the page of its parent. A node with fewer tokens than a page is a leaf.
+    """A page whose tokens are known and follow those of its parent. A node with fewer tokens than a page is a leaf.
 
-    Behind a node in host memory all nodes are there, too.
+    The descendants of a node in host memory are all in host memory.
     """
 
     page: int  # NOWHERE if it is in host memory
@@ -33,31 +33,31 @@ class Node:
         return self.page != NOWHERE
 
     def knows(self, tokens: tuple[int, ...]) -> bool:
-        """True if a page behind this one begins with `tokens`, as far as the latest ones are looked at."""
+        """True if one of the MOST_COMPARED latest children begins with `tokens`."""
         latest = islice(reversed(self.children.values()), MOST_COMPARED)
         return tokens in self.children or any(child.tokens[: len(tokens)] == tokens for child in latest)
 
     @property
     def is_unused(self) -> bool:
-        """True if its page can be taken: no running request holds it, and none is behind it but in host memory."""
+        """True if its page can be evicted: no running request holds it, and no child is on the device."""
         return self.is_resident and not self.num_users and not self.num_resident and self.parent is not None
 
     @property
     def is_last_in_host(self) -> bool:
-        """True if its page of host memory can be taken: nothing is behind it, and it is not about to come back."""
+        """True if its page of host memory can be evicted: it has no child, and is not about to be swapped in."""
         return not self.is_resident and not self.num_users and not self.children and self.parent is not None
 
 
 class LeastRecent:
-    """A heap of nodes that can be taken, by their last use."""
+    """A heap of evictable nodes, ordered by their last use."""
 
     def __init__(self, most: int, in_host: bool) -> None:
-        """Of up to `most` nodes, in host memory or not."""
+        """A heap of up to `most` nodes in host memory or on the device."""
         self._entries: list[tuple[int, int, Node]] = []
         self._most, self._in_host, self._num_pushed = most, in_host, 0
 
     def push(self, node: Node) -> None:
-        """Add a node that can be taken."""
+        """Add an evictable node."""
         self._num_pushed += 1
         heappush(self._entries, (node.last_used, self._num_pushed, node))
         if len(self._entries) > 2 * self._most:
@@ -65,7 +65,7 @@ class LeastRecent:
             heapify(self._entries)
 
     def pop(self) -> Node | None:
-        """The least recently used node that can be taken, None if there is none."""
+        """Remove and return the least recently used evictable node; None if there is none."""
         while self._entries:
             entry = heappop(self._entries)
             if self._is_valid(entry):

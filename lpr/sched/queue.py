@@ -1,7 +1,7 @@
 """The queue of requests without a slot, in the order of admission.
 
-Where several shares wait (the keys of a service), the one that has had least goes first (lpr.sched.fair_shares). Within
-a share, and where there is one, requests go by arrival, shifted by priority.
+Among several waiting shares (API keys), the one with the least clock comes first (lpr.sched.fair_shares). Within a
+share, requests are ordered by arrival time, shifted by priority.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Generic
 from lpr.sched.fair_shares import Shares
 from lpr.sched.limits import R
 
-SECONDS_PER_PRIORITY = 10.0  # a request of priority p waits as one that arrived 10 p seconds later
+SECONDS_PER_PRIORITY = 10.0  # a request of priority p is ordered as if it had arrived 10 p seconds later
 MOST_PRIORITY = 10
-"""Priorities beyond this, either way, count as this. So none starves: no later request passes after 200 s."""
-MOST_OVERTAKEN = 64  # later arrivals that may pass a request which misses its target for the first token anyway
+"""Priorities are clamped to +-MOST_PRIORITY, so that no request is overtaken after 200 s of waiting."""
+MOST_OVERTAKEN = 64  # most later arrivals that may overtake a request that misses its time to first token anyway
 
 
 Entry = tuple[float, int, R]  # place in the queue, number of the arrival, request
 
 
 class Waiting(Generic[R]):
-    """The queue. Replicated: its order follows from the requests alone."""
+    """The queue. Replicated: its order depends only on the requests."""
 
     def __init__(self) -> None:
         self._entries: list[Entry[R]] = []
@@ -50,7 +50,7 @@ class Waiting(Generic[R]):
         insort(self._entries, (place, self.num_arrivals, request), key=lambda entry: entry[:2])
 
     def put_back(self, requests: Sequence[R]) -> None:
-        """Queue requests, in their order, before all others."""
+        """Put requests, in their order, at the front of the queue."""
         first = min([0, *(arrival for _, arrival, _ in self._entries)]) - len(requests)
         self._entries[:0] = [(-math.inf, number, request) for number, request in enumerate(requests, first)]
 
@@ -63,7 +63,7 @@ class Waiting(Generic[R]):
     def first(self, is_lost: Callable[[R], bool] | None = None) -> R | None:
         """The request to admit next, None if there is none: the first that is not `is_lost`.
 
-        A lost request is passed by at most MOST_OVERTAKEN later arrivals. Without one that is not lost, the first.
+        At most MOST_OVERTAKEN later arrivals overtake a lost request. If all are lost, the first one.
         """
         if not self._entries:
             return None
@@ -80,7 +80,7 @@ class Waiting(Generic[R]):
         return entries[0][2]
 
     def _in_order(self) -> list[Entry[R]]:
-        """The queue in the order of admission. Requests that had slots go before all shares."""
+        """The queue in the order of admission. Preempted requests come before all shares."""
         if len({request.share for _, _, request in self._entries}) < 2:
             return self._entries
         seen: Counter[str] = Counter()

@@ -1,8 +1,8 @@
 """The scheduler: which requests run, and what each does in the next step.
 
-Pure: no tensor, no clock, no world. Every rank runs it on the same replicated facts, so all get the same schedule.
-There is no prefill and no decode phase: a request has a pending chain, tokens whose K/V some rank lacks. While that is
-longer than a tree it is filled piece by piece (chunked prefill); otherwise the request decodes.
+Pure: no tensor, no clock, no world. Every rank runs it on the same replicated state, so all get the same schedule.
+There is no prefill and no decode phase: a request has a pending chain, the tokens whose K/V some home rank lacks. A
+chain longer than a tree is computed in chunks (chunked prefill); otherwise the request decodes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lpr.sched.queue import Entry, Waiting
 from lpr.sched.state_snapshots import border
 
 MANY = 8
-"""With more requests than this decoding, prompts are filled in parts. With fewer, the request that waits for its parts
-loses more than the others save: parts only save where several ranks fill in the same step (dev/LOG.md)."""
+"""If more requests than this decode, a rank computes only an equal part of the waiting prompts per step. With fewer,
+the later first token costs more than the decoding requests gain (dev/LOG.md)."""
 
 
 Fill = tuple[R, list[int]]  # a request, and how many tokens of its pending chain each rank computes
@@ -28,12 +28,12 @@ Fill = tuple[R, list[int]]  # a request, and how many tokens of its pending chai
 
 @dataclass(frozen=True)
 class Schedule(Generic[R]):
-    """What the running requests do in one step."""
+    """The work of the running requests in one step."""
 
     decoding: list[R]
-    """They draft, evaluate and accept a tree; in the order of their slots where all ranks serve them."""
-    filling: list[Fill[R]]  # they compute K/V of their pending chains; some of them decode on other ranks
-    preempted: list[R] = field(default_factory=list)  # they gave their pages to others and wait again
+    """Requests that draft, evaluate and accept a tree; in the order of their slots if all ranks serve them."""
+    filling: list[Fill[R]]  # requests that compute a chunk; on other ranks they may decode in the same step
+    preempted: list[R] = field(default_factory=list)  # requests that lost their pages and wait again
 
     @property
     def is_empty(self) -> bool:
@@ -43,11 +43,11 @@ class Schedule(Generic[R]):
 
 @dataclass
 class CacheCounts:
-    """Counts of tokens and requests since the ranks began."""
+    """Counts of tokens and requests since the start."""
 
     queries: int = 0  # prompt tokens of admitted requests
-    hits: int = 0  # those of them whose K/V was reused
-    preemptions: int = 0  # times that a request gave its pages to others
+    hits: int = 0  # prompt tokens taken from the prefix cache
+    preemptions: int = 0  # number of preemptions
     recomputed: int = 0  # tokens of preempted requests whose K/V was computed again
 
 
@@ -61,11 +61,11 @@ class Scheduler(Generic[R]):
         self.counts = CacheCounts()
         self._filled_last = False
         self._steady: Schedule[R] | None = None
-        """The next schedule, while all running requests decode and none needs care."""
+        """The schedule to reuse while all running requests decode and none needs attention (see `care_at`)."""
         self.looked_at: Sequence[R] = []
-        """The decoding requests whose pages the last schedule has looked at, after which they need care later."""
+        """The decoding requests whose pages the last schedule has checked; their `care_at` is to be updated."""
         self._woken: Sequence[R] | None = None
-        """The requests that the last step has brought to the length at which they need care; None: any may."""
+        """The requests that reached their `care_at` length in the last step; None: unknown, check all."""
 
     @property
     def running(self) -> list[R]:
@@ -86,7 +86,7 @@ class Scheduler(Generic[R]):
         return self.placement.retained
 
     def take_moves(self) -> list[list[PageMove]]:
-        """What to do to K/V of each rank before the next step, in this order, since the last call."""
+        """Per rank, the operations on pages and states since the last call, in order."""
         return self.placement.take_moves()
 
     def resume(
@@ -107,14 +107,14 @@ class Scheduler(Generic[R]):
         self.waiting.add(request)
 
     def withdraw(self, request: R) -> bool:
-        """Forget a request that waits; False if it does not."""
+        """Remove a request from the queue; False if it is not queued."""
         return self.waiting.remove(request)
 
     def admit(self) -> tuple[R, list[int]] | None:
-        """Let the next waiting request run, on the ranks that are to serve it; None if no rank has pages for it.
+        """Admit the next waiting request on its home ranks; None if no rank has a slot and pages for it.
 
-        Returns it and, per rank, the leading tokens whose K/V it shares with others. Requests of several ranks make
-        room for it first. With targets it also waits while others would miss theirs.
+        Returns the request and, per rank, its number of cached leading tokens. Requests on several ranks give up some
+        of them first. With latency targets it also waits while its admission would make others miss theirs.
         """
         targets = self.limits.targets
         if len(self.running) >= self.capacity:
@@ -123,7 +123,7 @@ class Scheduler(Generic[R]):
         if request is None:
             return None
         own, wanted = self.placement.plan(request)
-        if targets is not None:  # all that share its ranks keep their time per token
+        if targets is not None:  # all requests that share its ranks must meet their time per token
             others = [each for each, ranks in zip(self.running, wanted, strict=True) if not set(ranks).isdisjoint(own)]
             batch = 1 + max(sum(rank in ranks for ranks in wanted) for rank in own)
             if not targets.allow([request, *others], batch, len(own)):
@@ -145,26 +145,27 @@ class Scheduler(Generic[R]):
         return request, computed
 
     def _is_lost(self, request: R) -> bool:
-        """True if a waiting request misses its target although it finds what the prefix cache has."""
+        """True if a waiting request misses its time to first token even with its cached prefix."""
         targets = self.limits.targets
         assert targets is not None
         return targets.is_lost(request) and targets.is_lost(request, self.placement.num_lacking(request))
 
     def schedule(self) -> Schedule[R]:
-        """What the running requests do in the next step.
+        """The work of the running requests in the next step.
 
-        Chains longer than a tree share `prefill_chunk` tokens of a rank's step or fewer (`rooms`), so that the other
-        requests hardly wait for prompts. Who was admitted first is filled first, and who misses the target for the
-        first token anyway last. A prompt that ends leaves the others only what makes its tokens cheaper: all that share
-        a step have their first tokens at its end. Where rows are not padded, the last piece of a chain is evaluated
-        together with the first tree, and hardly waits for pieces of others. A prompt that begins like another waits
-        while that one computes what they share. While all decode and none comes or goes, the last schedule stays.
+        Chains longer than a tree share at most `prefill_chunk` tokens of a rank's step (see `rooms`), so that decoding
+        requests are not delayed. The request admitted first is computed first; one that misses its time to first token
+        anyway, last. A prompt that ends in this step shares it with other prompts only as far as larger chunks are
+        cheaper per token, because all of them get their first tokens at the step's end. Without padding, the last chunk
+        of a chain is evaluated together with the first tree, and may exceed the room a little (see `rest`). A prompt
+        that shares a prefix with another one waits while the other computes it. While all requests decode and none
+        comes or goes, the last schedule is reused.
         """
         limits = self.limits
         if self._steady is not None and self._woken is not None and self._have_room(self._woken):
             self.looked_at = self._woken
             return self._steady
-        if limits.num_ranks > 1 and self.running:  # idle ranks look for work more or less often
+        if limits.num_ranks > 1 and self.running:  # spare ranks may join requests
             self.placement.update()
         for request in self.running:
             if request.num_pending - 1 > limits.longest_chain:
@@ -173,7 +174,7 @@ class Scheduler(Generic[R]):
                 self.counts.hits += found
         preempted = self._reserve()
         room, spent = rooms(self.running, limits), [0] * limits.num_ranks
-        least = min(limits.prefill_chunk, max(SHORTEST_CHUNK, room[0])) // 2  # fewer rows cost more each
+        least = min(limits.prefill_chunk, max(SHORTEST_CHUNK, room[0])) // 2  # fewer cost more per token
         begun = set[tuple[int, Node, tuple[int, ...]]]()
         decoding: list[R] = []
         filling: list[Fill[R]] = []
@@ -181,7 +182,7 @@ class Scheduler(Generic[R]):
         for request, wanted in sorted(pairs, key=lambda pair: self._turn(pair[0])):
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
             stop = border(request.num_prompt, limits.page_size) if limits.num_snapshots else 0
-            # A long prompt stops where its states are kept.
+            # A chunk ends where a snapshot of the recurrent states is kept.
             stops = limits.longest_chain < stop > min(request.num_computed_tokens[rank] for rank in request.homes)
             pages = self.placement.next_pages(request) if request.num_pending - 1 > limits.longest_chain else []
             if not begun.isdisjoint(pages):
@@ -205,7 +206,7 @@ class Scheduler(Generic[R]):
         places = {request.admission: place for place, request in enumerate(self.running)}
         decoding.sort(key=lambda request: places[request.admission])
         filling.sort(key=lambda each: places[each[0].admission])
-        # Until this step ends, nobody is known to need care: if it breaks off, the next schedule begins anew.
+        # `end_step` sets `_woken` again. If the step is aborted, the next schedule is computed in full.
         self._steady, self._woken, self.looked_at = None, None, decoding
         if filling and not limits.packed:
             schedule, self._filled_last = in_turn(decoding, filling, not self._filled_last)
@@ -216,17 +217,17 @@ class Scheduler(Generic[R]):
         return Schedule(decoding, filling, preempted)
 
     def _have_room(self, requests: Sequence[R]) -> bool:
-        """Give requests the pages of the next step, in the order of `_reserve`; False if there are too few."""
+        """Reserve pages for the next step, in the order of `_reserve`; False if there are too few."""
         order = sorted(requests, key=lambda request: request.admission)
         return all(self.placement.reserve(each, self._wanted_rows(each)) is None for each in order)
 
     def care_at(self, request: R) -> int:
-        """The tokens from which on a request of a single rank needs care: a page is full, or room for a tree is short.
+        """The length at which a request on a single rank needs attention: a page is full, or a tree lacks pages.
 
-        Before, `end_step` need not hear of it.
+        Shorter requests need not be passed to `end_step`.
         """
         limits, num_computed = self.limits, request.num_computed_tokens[0]
-        full = (num_computed // limits.page_size + 1) * limits.page_size + 1  # its last token is not computed
+        full = (num_computed // limits.page_size + 1) * limits.page_size + 1  # the last one is not computed
         return min(full, self.placement.room(request) - limits.num_ahead + 1)
 
     def _turn(self, request: R) -> tuple[bool, int]:
@@ -235,10 +236,11 @@ class Scheduler(Generic[R]):
         return targets is not None and targets.is_lost(request, request.num_pending), request.admission
 
     def _reserve(self) -> list[R]:
-        """Give running requests the pages of the next step, the first admitted first; returns the preempted ones.
+        """Reserve pages for the next step, in the order of admission; returns the preempted requests.
 
-        Where a rank's pages run out, the last admitted request there that other ranks serve, too, leaves it. Without
-        such a one, the last admitted gives its pages back on all ranks and waits again, before all others.
+        If a rank's pages run out, the last admitted request there that other ranks serve as well leaves the rank. If
+        there is none, the last admitted request is preempted: it frees its pages on all ranks and waits, before all
+        others.
         """
         preempted: list[R] = []
         order = sorted(self.running, key=lambda request: request.admission)
@@ -259,19 +261,19 @@ class Scheduler(Generic[R]):
         return preempted
 
     def _wanted_rows(self, request: R) -> list[int]:
-        """Per rank, the rows of a request after the next step: its tokens and a tree, or as far as it is filled."""
+        """Per rank, the cache rows that a request needs for the next step: its tokens and a tree, or its next chunk."""
         limits = self.limits
         most = limits.prefill_chunk + max(limits.longest_chain, limits.prefill_chunk // 8) + limits.num_ahead
         length = len(request.tokens) + limits.num_ahead
         return [min(length, computed + most) for computed in request.num_computed_tokens]
 
     def end_step(self, woken: Sequence[R] | None = None) -> None:
-        """Let requests share what the step has computed: those that are `woken` (`care_at`), by default all."""
+        """Add newly computed pages to the prefix trees, for the requests `woken` (see `care_at`); default: all."""
         self._woken = woken
         self.placement.register(self.running if woken is None else woken)
 
     def finish(self, request: R, keep: bool = True) -> None:
-        """Take its pages from a running request; with `keep`, its tokens and K/V stay in the prefix cache."""
+        """Remove a running request; with `keep`, its pages stay in the prefix cache."""
         self.waiting.shares.end(request)
         self.placement.remove(request, keep)
         if self._steady is not None and self._woken is not None:
@@ -279,7 +281,7 @@ class Scheduler(Generic[R]):
             self._woken = [each for each in self._woken if each is not request]
 
     def begin_anew(self, requests: Sequence[R]) -> None:
-        """Forget what runs, what waits and all pages; `requests` wait, in the order of their arrival."""
+        """Reset the queue, the running requests and all pages; then queue `requests` by arrival."""
         shares, num_arrivals = self.waiting.shares, self.waiting.num_arrivals
         self.placement, self.waiting, self._filled_last = Placement(self.limits), Waiting(), False
         self._steady = None
@@ -288,9 +290,9 @@ class Scheduler(Generic[R]):
             self.waiting.add(request)
 
     def regroup(self, kept: Sequence[int | None], drafting: Sequence[int] = ()) -> list[R]:
-        """Go on with other ranks: for each, `kept` has its former number, None for a newcomer without any K/V.
+        """Change to other ranks: `kept` has each one's former number, None for a newcomer without K/V.
 
-        `drafting` are those that only draft. Returns the requests whose home ranks are all lost, which wait again.
+        `drafting` are the draft-only ranks. Returns the requests whose home ranks are all lost, which wait again.
         """
         self.limits.drafting = drafting
         self._filled_last, self._steady = False, None
@@ -299,7 +301,7 @@ class Scheduler(Generic[R]):
         return lost
 
     def pass_step(self, schedule: Schedule[R], num_entries: Sequence[int]) -> None:
-        """Move the clock of the targets by a step in which decoding evaluated `num_entries` tokens on each rank."""
+        """Advance the clock of the targets by a step in which rank r decoded with `num_entries[r]` tokens."""
         if self.limits.targets is None:
             return
         loads = list(num_entries)
@@ -311,11 +313,11 @@ class Scheduler(Generic[R]):
 
 
 def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
-    """Tokens of long chains that each rank may compute in a step.
+    """Per rank, the tokens of long chains that it may compute in a step.
 
-    A step lasts as long as its busiest rank. So where many others wait for it, a rank fills no more than an equal part
-    of all long chains, or what takes hardly longer than decoding. It also fills no more than leaves decoding requests
-    their time per token, even if a first token then comes too late: that is one request, and they are several.
+    A step lasts as long as its busiest rank. So if many requests decode, a rank computes at most an equal part of all
+    long chains, or a chunk that takes hardly longer than decoding. It also computes no more than lets decoding requests
+    meet their time per token, even if one first token then comes too late.
     """
     most, targets = limits.prefill_chunk, limits.targets
     lacking = [len(each.tokens) - 1 - min(each.num_computed_tokens[rank] for rank in each.homes) for each in running]
@@ -326,7 +328,7 @@ def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
         if limits.is_elastic and long.count(0) > MANY:
             total = sum(count * len(request.homes) for count, request in zip(long, running, strict=True))
             most = min(most, max(limits.joining, total // limits.num_serving))
-        if targets is not None:  # the step is as long for those that decode on other ranks
+        if targets is not None:  # requests that decode on other ranks wait for the step too
             decoding = [request for request, count in zip(running, long, strict=True) if not count]
             cached = [min(each.num_computed_tokens[rank] for rank in each.homes)
                       for each, count in zip(running, long, strict=True) if count]  # fmt: skip
@@ -337,9 +339,9 @@ def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
 def fill(
     request: Schedulable, ranks: Sequence[int], counts: list[int], room: list[int], most: int, stop: int = 0
 ) -> int:
-    """Take room for up to `most` tokens of the pending chain on some ranks; returns what the worst still lacks.
+    """Schedule up to `most` tokens of the pending chain on `ranks`; returns the most tokens that a rank still lacks.
 
-    No piece goes on beyond the first `stop` tokens.
+    No chunk extends beyond the first `stop` tokens of the request.
     """
     computed, above, left = request.num_computed_tokens, len(request.tokens) - 1, 0
     for rank in ranks:
@@ -353,16 +355,16 @@ def fill(
 
 
 def rest(request: Schedulable, counts: Sequence[int], limits: Limits[R]) -> int:
-    """Tokens by which the last piece of a chain may be longer than its room: a step for them alone would cost more."""
+    """Tokens by which the last chunk of a chain may exceed the room, because another step for them would cost more."""
     return min(counts[rank] for rank in request.homes) // 8 if limits.packed else 0
 
 
 def in_turn(
     decoding: Sequence[R], filling: Sequence[Fill[R]], fills_first: bool
 ) -> tuple[tuple[list[R], list[Fill[R]]], bool]:
-    """The part of a step's work that comes first where rows are padded, as a chunk would lengthen all rows of a rank.
+    """Either the decoding or the filling requests of a step, in turns: with padding, a chunk would lengthen all rows.
 
-    Returns what decodes and what fills in this step, and whether fills came first, which they do in turn.
+    Returns the decoding requests, the fills, and the next `fills_first`.
     """
     decode_at = {rank for request in decoding for rank in request.homes}
     conflicts = any(count and rank in decode_at for _, counts in filling for rank, count in enumerate(counts))

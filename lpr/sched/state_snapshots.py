@@ -1,7 +1,7 @@
-"""Snapshots of recurrent states: what lets a request of a recurrent model share the pages of others.
+"""Snapshots of recurrent states: the prefix cache of models with recurrent layers.
 
-K/V of a prefix is no use without the states behind it. A rank keeps copies of states at some nodes of its pages' tree:
-behind the last full page of a prompt and behind a whole output. Pure, and replicated like the pages.
+The K/V of a prefix is useless without the recurrent states after it. A rank keeps copies of states at some nodes of its
+prefix tree: after the last full page of a prompt and after a whole output. Pure, and replicated like the pages.
 """
 
 from __future__ import annotations
@@ -12,31 +12,34 @@ from itertools import islice
 from lpr.sched.prefix_tree import Node
 
 SNAPSHOTS_PER_SLOT = 4
-MOST_COMPARED = 64  # leaves behind a page, the latest ones, that are compared with a new prompt
+MOST_COMPARED = 64  # most leaves of a node, the latest ones, that are compared with a new prompt
 
 
 def border(num_prompt: int, page_size: int) -> int:
-    """Tokens of a prompt behind which its states are kept: all full pages before the last token."""
+    """The number of prompt tokens after which a snapshot is kept: all full pages before the last token."""
     return (num_prompt - 1) // page_size * page_size
 
 
 class Snapshots:
-    """The places for snapshots, and the nodes that have one."""
+    """The places of snapshots, and the nodes that have one."""
 
     def __init__(self, num_slots: int, count: int) -> None:
-        """`count` places behind those of `num_slots` slots."""
+        """`count` places, numbered after those of `num_slots` slots."""
         self._free = list(range(num_slots + count - 1, num_slots - 1, -1))
-        self._held: dict[int, Node] = {}  # by place; the least recently used one first
+        self._held: dict[int, Node] = {}  # by place, the least recently used first
         self._places: dict[Node, int] = {}
 
     def place(self, node: Node) -> int:
-        """The place of a node's snapshot, which counts as used now."""
+        """The place of a node's snapshot; marks it as most recently used."""
         place = self._places[node]
         self._held[place] = self._held.pop(place)
         return place
 
     def take(self, node: Node) -> int | None:
-        """A place for a new snapshot of a node, if need be the least recently used one; None if the node has one."""
+        """Allocate a place for a node's snapshot, evicting the least recently used one if all are used.
+
+        None if the node has a snapshot.
+        """
         if node in self._places:
             self.place(node)
             return None
@@ -57,9 +60,9 @@ class Snapshots:
     def longest(
         self, root: Node, nodes: Sequence[Node], tokens: Sequence[int], most: int, page_size: int
     ) -> tuple[list[Node], Node | None, int]:
-        """Of `nodes`, which hold the first pages of `tokens`, those up to the last snapshot within `most` tokens.
+        """The `nodes` (first pages of `tokens`) up to the last snapshot within `most` tokens.
 
-        Behind them the leaf with less than a page that has the snapshot, and its length; None and 0 if there is none.
+        If that snapshot is at a leaf with less than a page, also returns the leaf and its length; else None and 0.
         """
         for count in range(len(nodes), -1, -1):
             node, start = nodes[count - 1] if count else root, count * page_size
