@@ -1,1 +1,1 @@
-"""The engine: requests in, exact completions out; commands, scheduler, step."""
+"""The engine: API, commands, replica and the decoding step."""

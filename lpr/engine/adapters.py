@@ -1,7 +1,7 @@
-"""The adapters of an engine by their names: loaded and unloaded by commands, on all ranks after the same step.
+"""LoRA adapters of an engine, by name: loaded and unloaded by commands, on all ranks after the same step.
 
-A request has the digest of its adapter, which is that of its files: a name may get another adapter while requests of
-the old one run. Cached prefixes and drafts are keyed by the digest as well, as they follow from the weights.
+A request refers to its adapter by the digest of the adapter's files, because a name may get another adapter while
+requests of the old one run. Prefix caches and drafts are keyed by the digest as well: they depend on the weights.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Adapters:
     """The adapters of a replica, the same on every rank."""
 
     def __init__(self, model: TreeModel | None) -> None:
-        """None; they are loaded into `model`. A rank without one, which only drafts, loads none."""
+        """An empty registry that loads into `model`; None on a draft-only rank, which loads no adapter."""
         self._model = model
         self.names: dict[str, LoadAdapter] = {}
-        """By name, the command that has loaded it."""
+        """By name, the command that loaded the adapter."""
         self.loaded: dict[str, str] = {}
-        """By digest, the folder: of those with a name, and of those that open requests still have."""
+        """By digest, the folder of each adapter that has a name or an open request."""
         self._read: dict[str, LoraFiles] = {}
-        """Files that a command waits for."""
+        """By digest, files read for a command that is not applied yet."""
         self._awaited: dict[str, Future[None]] = {}
-        """By name, what the next command of that name completes."""
+        """By name, the future that the next command of that name completes."""
 
     def command(self, name: str, folder: str | Path) -> LoadAdapter:
-        """Read a folder, for a command that loads it by that name; raises InputError."""
+        """Read a folder; returns the command that loads it as `name`. Raises InputError."""
         if not name or not name.isprintable():
             raise InputError(f"the name of an adapter is printable text, not {name!r}")
         if name not in self.names and len(self.names) >= MOST:
@@ -55,11 +55,11 @@ class Adapters:
         return LoadAdapter(name, str(Path(folder).absolute()), files.digest)
 
     def expect(self, name: str) -> Future[None]:
-        """What the next command for that name completes: with InputError where a rank could not obey it."""
+        """A future that the next command for that name completes, with InputError if a rank failed to load."""
         return self._awaited.setdefault(name, Future())
 
     def load(self, command: LoadAdapter, comm: Comm) -> None:
-        """On all ranks of `comm`: load an adapter, or on none of them if one cannot."""
+        """Load an adapter on all ranks of `comm`, or on none if one fails."""
         is_new, failure = command.digest not in self.loaded, None
         try:
             if is_new:
@@ -73,13 +73,13 @@ class Adapters:
         self._answer(command.name, failure)
 
     def unload(self, name: str, requests: Iterable[Request]) -> None:
-        """Take no further requests for a name; the adapter stays while one of the open `requests` has it."""
+        """Remove a name; the adapter stays loaded while one of the open `requests` uses it."""
         failure = None if self.names.pop(name, None) is not None else InputError(f"no adapter is named {name!r}")
         self.sweep(requests)
         self._answer(name, failure)
 
     def sweep(self, requests: Iterable[Request]) -> None:
-        """Forget the adapters without a name that none of the open `requests` has."""
+        """Unload adapters that have no name and no open request."""
         named = {each.digest for each in self.names.values()}
         if unnamed := self.loaded.keys() - named:
             for digest in sorted(unnamed - {each.adapter for each in requests}):
@@ -104,13 +104,13 @@ class Adapters:
         return SlotAdapters(self._model.bank, found) if found else None
 
     def resume(self, names: Iterable[LoadAdapter], loaded: Mapping[str, str]) -> None:
-        """On a newcomer: load what the others have; raises InputError."""
+        """On a newcomer: load the adapters of the other ranks; raises InputError."""
         for digest, path in loaded.items():
             self._load(path, digest, Comm())
         self.names = {each.name: each for each in names}
 
     def close(self) -> None:
-        """Forget all adapters: a program may go on with its model."""
+        """Unload all adapters, so that the caller may keep using its model."""
         self.names.clear()
         self.sweep(())
 
@@ -126,7 +126,7 @@ class Adapters:
         files = self._read.get(digest) or read_lora(path)
         if files.digest != digest:
             raise InputError(f"the adapter in {path!r} is not the one that the other ranks have")
-        if digest not in self._model.bank.places:  # which a mesh may have done that has lost a rank since
+        if digest not in self._model.bank.places:  # it may be loaded already, by a load that a lost rank interrupted
             load_lora(self._model, files)
 
     def _failure_of(self, action: Any, *args: Any) -> str | None:
@@ -138,7 +138,7 @@ class Adapters:
             raise
         except torch.OutOfMemoryError:
             return "there is no memory for the adapter"
-        except RuntimeError as failure:  # of layers that get what they do not expect
+        except RuntimeError as failure:  # layers whose shapes do not fit
             return f"the adapter does not fit this model: {first_line(failure)}"
         return None
 

@@ -1,8 +1,9 @@
-"""What a rank drafts for the next step before it knows the others' results: by a prediction head, or by a low-bit copy.
+"""Drafting for the next step before the gather: by a prediction head, or by a low-bit copy of the model.
 
-Both draft behind the path that the rank takes for the accepted one (lpr.engine.guesses), and what they find travels in
-the step's one gather. The copy reads the model's own K/V, so the rank moves the path's entries to their places first.
-Where the owners' results give another path, which only rounding can cause, it computes the entries of that path again.
+Both draft after the path that the rank predicts to be accepted from its own results (lpr.engine.guesses), and the
+step's one gather carries their guesses. The copy reads the model's own K/V, so the rank first moves the path's entries
+to their places. If the owners' results give another path, which only rounding can cause, the rank computes the entries
+of that path again.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from lpr.native import StepDraft
 
 @dataclass(frozen=True)
 class Ahead:
-    """What a rank has drafted ahead in a step."""
+    """A rank's guesses for the next step, and the K/V that it has moved for them."""
 
     blocks: np.ndarray | None = None
     """int32 [own trees, words] (lpr.core.heads); None without a head and a copy."""
     moved: dict[int, list[int]] = field(default_factory=dict)
-    """By row, the entries whose K/V is in its place already, in order."""
+    """By row, the entries whose K/V was moved to its place already, in order."""
 
     def left(self, moves: np.ndarray) -> np.ndarray:
-        """Those of `moves`, int64 [3, n] (StepDraft.conclude), that remain to be made."""
+        """The remaining ones of `moves`, int64 [3, n] (StepDraft.conclude)."""
         return moves[:, ~np.isin(moves[0], [*self.moved])] if self.moved else moves
 
 
@@ -46,7 +47,7 @@ def look_ahead(
     fills: Sequence[Row],
     results: torch.Tensor | None,
 ) -> Ahead:
-    """Draft behind what this rank has evaluated; `rows` and `fills` are its own, `results` those of `rows`."""
+    """Draft after this rank's evaluated entries; `rows` and `fills` are its own, `results` those of `rows`."""
     if plan.drafting is not None:
         return Ahead(plan.drafting.draft(plan, plan.times))
     num_guesses = plan.sizes.num_guesses
@@ -82,7 +83,7 @@ def look_ahead(
 def ending_of(request: Request, row: Row, followed: Followed, emitted: list[int]) -> Ending:
     """The end of a request's sequence after a step that emits these tokens."""
     ends = request.text_stream.stop_ids
-    # A token behind the draft comes from the model itself.
+    # The bonus token after the draft is the model's own.
     most = 0 if ends.intersection(emitted) else request.longest - len(request.tokens) - len(emitted) - 1
     processors = pure(request.processors)
     tokens = [*request.tokens, *emitted] if processors is not None else []
@@ -97,13 +98,13 @@ def ending_of(request: Request, row: Row, followed: Followed, emitted: list[int]
 
 
 def begin_passes(model: TreeModel, batch: Sequence[Request], times: StepTimes | None) -> None:
-    """Let a copy know of the step of `batch` that begins."""
+    """Tell a low-bit copy that the step of `batch` begins."""
     if model.self_drafter is not None and batch:
         model.self_drafter.passes.begin_step(times, max([len(request.tokens) for request in batch]))
 
 
 def passes_ms(model: TreeModel) -> float:
-    """Milliseconds of the passes that have drafted for the coming step."""
+    """Milliseconds of the copy's passes for the coming step."""
     return model.self_drafter.spent_ms if model.self_drafter is not None else 0.0
 
 

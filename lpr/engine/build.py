@@ -1,4 +1,4 @@
-"""What a replica is built of: tree sizes, and the limits of its scheduler with the pool behind them."""
+"""Derives a replica's tree sizes, scheduler limits and KV-cache pool from its configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lpr.sched.state_snapshots import SNAPSHOTS_PER_SLOT
 
 @dataclass(frozen=True)
 class Parts:
-    """What replicas are built of, which no Configure command changes."""
+    """The inputs of a replica that no Configure command changes."""
 
     loaded: Loaded
     options: EngineOptions
@@ -33,18 +33,16 @@ class Parts:
 
 
 def tree_sizes(parts: Parts, decode: DecodeConfig, comm: Comm, times: StepTimes | None) -> TreeSizes:
-    """The sizes of `decode`, with room for the guesses of a head or a copy; raises InputError for a head that is asked
-    for and missing.
-    """
-    # Sizes are those of the full mesh: lost ranks come back, and meanwhile the budget cuts trees anyway.
+    """The sizes of `decode`, with room for the guesses of a head or a copy; raises InputError for a missing head."""
+    # Sizes of the full mesh, also after a loss: lost ranks come back, and until then the budget cuts trees.
     sizes = resolve_sizes(decode, times, comm.num_replicas - comm.num_drafting)
     guesser = parts.model.guesser
     if decode.draft_heads == "on" and guesser is None:
         raise InputError("draft_heads='on', but this engine has no prediction head that works")
-    # In seconds heads did not pay beside automatic sizes, where that was measured (docs/results.md).
+    # With automatic sizes, heads did not reduce the time where measured (docs/results.md).
     with_head = decode.draft_heads == "on" or (decode.draft_heads == "auto" and not decode.adaptive)
     if guesser is not None and with_head and sizes.trie_nodes:
-        # Automatic sizes seldom spend their limit, and each guess that is followed takes time.
+        # Automatic sizes rarely reach their limit, and each followed guess takes time.
         most = num_guesses(0 if decode.adaptive else sizes.trie_nodes)
         sizes, guesser.num_guesses = replace(sizes, num_guesses=most), most
     if sizes.trie_nodes and may_draft_itself(parts.options, decode, parts.like, comm):
@@ -59,7 +57,7 @@ class Built:
     limits: Limits[Request]
     max_length: int
     memory: str | None
-    """What a GPU's memory is for, as one line."""
+    """The use of a GPU's memory, as one line."""
 
 
 def allocate(
@@ -68,12 +66,12 @@ def allocate(
 ) -> Built:  # fmt: skip
     """Allocate the K/V cache of a mesh `comm`; raises InputError on all ranks of `met` if one has no room.
 
-    `given` is the pool's size in a mesh that runs already.
+    `given` is the pool's size in a running mesh, for a rank that joins.
     """
     model, like, options = parts.model, parts.like, parts.options
     most_homes = ANY_NUMBER if decode.home_ranks == "auto" else decode.home_ranks
     how = model.packed, options.prefix_reuse, most_homes
-    # A mesh that can shrink may leave whole trees to one rank, and must not move its K/V then.
+    # A mesh that can shrink may leave whole trees to one rank; its K/V cache must not be reallocated then.
     num_ahead = sizes.evaluated_capacity(comm.num_serving if comm.membership is None else 1)
     if sizes.num_guesses:
         num_ahead += max(num_entries(sizes.num_guesses), NUM_ROWS)
@@ -89,7 +87,7 @@ def allocate(
     limits = replace(limits, num_pages=size.num_pages, num_ahead=num_ahead, drafting=comm.drafting)
     limits.num_snapshots = num_snapshots if like.has_states else None
     pages = num_slots, size.num_pages
-    if comm.rank in comm.drafting:  # of a draft rank's own pages, slots of all requests (lpr.engine.draft_rank)
+    if comm.rank in comm.drafting:  # own pages, with slots for all requests (lpr.engine.draft_rank)
         pages = limits.capacity, max(needs.num_pages(), size.max_length // needs.page_size + 1)
     model.allocate(pages[0], size.max_length, num_ahead, like, pages[1], num_snapshots)
     if given is not None:

@@ -1,4 +1,4 @@
-"""The commands: everything that changes the work of the ranks, in one totally ordered log.
+"""The commands: every change of the ranks' work, in one totally ordered log.
 
 The driver (world rank 0) orders the commands, and every rank applies them after the same step. The command line,
 `generate`, `stream`, a service, learned outputs and measured step times all become commands.
@@ -20,20 +20,20 @@ from lpr.protocol import Abort, Stop, Submit
 
 
 class Learn(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Add documents to a suffix index, as if they had just been decoded."""
+    """Add documents to a suffix index, like finished outputs."""
 
     history: bytes
-    """int32 tokens, documents separated by END. There can be millions."""
+    """int32 tokens (possibly millions), documents separated by END."""
     replace: bool = False
     """Clear the shared suffix index first."""
     tenant: str = ""
-    """The tenant whose requests may draft from them; "": all."""
+    """The tenant whose requests may draft from the documents; "": all tenants."""
     read_to: str = ""
     """Position of the last document in the stream of other replicas (see lpr.fleet); "" if there is none."""
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compile a grammar beside the steps: the request that needs it follows."""
+    """Compile a grammar while steps run, for a request that follows."""
 
     grammar: str
 
@@ -45,11 +45,11 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     path: str
     """Its folder, which all ranks read."""
     digest: str
-    """Of what they must find there."""
+    """The expected digest of its files."""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Take no further requests for an adapter."""
+    """Refuse further requests for an adapter."""
 
     name: str
 
@@ -60,7 +60,7 @@ class Costs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     table: dict[str, Any]
     """From StepTimes.to_json."""
     given: bool = False
-    """True if the user gave it. Then measured times do not change it."""
+    """True if the user gave the table; measured times then do not change it."""
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -68,11 +68,11 @@ class Configure(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     decode: DecodeConfig
     keep_drafts: bool = False
-    """Keep the learned outputs, unless `trie_capacity` changes; else they are forgotten."""
+    """Keep the learned outputs, unless `trie_capacity` changes; else drop them."""
 
 
 class TakeIn(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Take replicas that have loaded into the mesh, after all other commands of the same message."""
+    """Add loaded replicas to the mesh, after all other commands of the same message."""
 
     replicas: list[int]
     """Their numbers (see lpr.dist.rendezvous)."""
@@ -116,13 +116,13 @@ class CommandLog:
         self._waiting.append(command)
 
     def pop(self) -> Command | None:
-        """In a world of one rank: the next command, which the caller applies; None if there is none."""
-        if self._message:  # of a mesh that had more ranks
+        """With one rank: remove and return the next command; None if there is none."""
+        if self._message:  # left from a mesh with more ranks
             self._waiting[:0], self._message = decode(self._message), b""
         return self._waiting.pop(0) if self._waiting else None
 
     def put_back(self, command: Command) -> None:
-        """Put a command of `pop` that could not be applied before all others."""
+        """Put a command of `pop` that could not be applied back at the front."""
         self._waiting.insert(0, command)
 
     def announce(self) -> int:
@@ -138,7 +138,7 @@ class CommandLog:
             return []
         message, self._message = self._message, b""
         received = self._comm.broadcast(message, num_bytes)
-        return decode(received) if received else []  # lost with the driver that had announced them
+        return decode(received) if received else []  # empty if the driver was lost after its announcement
 
     def receive_idle(self) -> list[Command]:
         """On every rank without work: the next commands. Ranks other than the driver wait for them."""

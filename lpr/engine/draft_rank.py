@@ -1,13 +1,12 @@
 """A rank that only drafts (EngineOptions.draft_ranks): it holds a low-bit copy of the model and no part of any tree.
 
-While the others verify what it has drafted, it goes on from the end of that, by as many passes of the copy as fit into
-their step. What it has drafted behind the root of the step's tree travels in the step's one gather: of it counts what
-lies behind the tokens that the step emits (lpr.core.heads). If these are what it drafted, the rest stands; if not, it
-begins again behind them. So a late, wrong or missing draft costs speed, never a token, and nothing that this file
-holds is replicated.
+While the other ranks verify its draft, it extends that draft by as many passes of the copy as fit into their step. The
+step's one gather carries its guesses after the root of the step's tree; those after the emitted tokens are used
+(lpr.core.heads). If the emitted tokens are the drafted ones, the rest of the draft remains valid; if not, drafting
+restarts after them. So a late, wrong or missing draft costs time and changes no token, and no state here is replicated.
 
-The first of these ranks follows the copy's choices. The others follow likely runners-up, which all see in what the
-gather brings, so that a choice that the model does not share has a continuation as well.
+The first draft rank follows the copy's choices. The others follow likely second choices, which all ranks know from the
+gather, so that the draft also has continuations where the model's choice differs from the copy's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The suffix indexes that requests draft from: outputs of earlier requests, shared by all or by one tenant only.
 
-The decoding speed of a request depends on its drafts, so an index that all share lets one client guess what another
-wrote. Each named tenant therefore has an index of its own. Every rank asks for the same tenants in the same order, so
-all ranks forget the same ones.
+The decoding speed of a request depends on its drafts, so through a shared index one client could infer another's text.
+Each named tenant therefore has its own index. Every rank accesses the tenants in the same order, so all ranks evict the
+same ones.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from lpr.engine.commands import Learn
 from lpr.engine.request import Request
 from lpr.native import SuffixIndex
 
-MOST_TENANTS = 64  # tenants remembered at a time; beyond that the least recently used one is forgotten
+MOST_TENANTS = 64  # most tenants with an index; the least recently used one is evicted
 SHARE = 16
-"""A tenant's index has 1/SHARE of the shared one's capacity: all together hold 4 times as much as the shared one."""
+"""A tenant's index has 1/SHARE of the shared index's capacity; MOST_TENANTS of them have 4 times that capacity."""
 
 
 class DraftIndexes:
@@ -33,9 +33,9 @@ class DraftIndexes:
         """By tenant, "" for the shared index: the last entry of its stream that was learned (lpr.fleet)."""
 
     def source(self, request: Request, running: Iterable[Request]) -> SuffixIndex | None:
-        """What a request drafts from: the text it is forced to emit, or the outputs of others; None without either.
+        """The index that a request drafts from: its forced text, or other requests' outputs; None without either.
 
-        The tenants of `running` requests are not forgotten.
+        The indexes of `running` requests are not evicted.
         """
         if not request.params.forced_ids:
             return self._learned(request, running)
@@ -53,8 +53,8 @@ class DraftIndexes:
     def learn(self, command: Learn) -> None:
         """Apply a Learn command.
 
-        What other replicas wrote for a tenant does not count as a use of its index, and is dropped where it would push
-        out a tenant whose requests come here.
+        Documents from other replicas do not count as a use of a tenant's index, and are dropped if they would evict a
+        tenant with requests here.
         """
         tenant, index = command.tenant, self.shared
         if command.replace:
@@ -70,17 +70,17 @@ class DraftIndexes:
             self.read_to[tenant] = command.read_to
 
     def history(self, tenant: str = "") -> np.ndarray:
-        """What the index of a tenant holds, int32 [num_tokens]: documents separated by END, the oldest first."""
+        """The contents of a tenant's index, int32 [num_tokens]: documents separated by END, the oldest first."""
         index = self.tenants.get(tenant) if tenant else self.shared
         return np.array(index.history(), np.int32) if index is not None else np.empty(0, np.int32)
 
     def of(self, tenant: str, in_use: Collection[str] = ()) -> SuffixIndex:
-        """A tenant's index, which now counts as used; an empty one for a new or forgotten tenant.
+        """A tenant's index, marked as most recently used; an empty one for a new or evicted tenant.
 
-        Tenants `in_use` are not forgotten: a replica that joins must find what running requests draft from.
+        Tenants `in_use` are not evicted: a replica that joins needs the indexes of running requests.
         """
         index = self.tenants.pop(tenant, None)
-        index = index if index is not None else self._new()  # an empty index is false, and may be in use
+        index = index if index is not None else self._new()  # no `or`: an empty index is falsy
         self.tenants[tenant] = index
         forgotten = next((name for name in self.tenants if name != tenant and name not in in_use), None)
         if len(self.tenants) > MOST_TENANTS and forgotten is not None:

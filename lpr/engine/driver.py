@@ -1,11 +1,11 @@
 """The driver's side of an engine: commands in order, the steps between them, and the mesh.
 
 World rank 0 is the *driver*: it puts commands in order, and every rank, the driver included, applies them after the
-same step. A world of one applies them without encoding them, between two steps at once.
+same step. With one rank they are applied between two steps, without encoding.
 
-An exception in a step, of a hook, a tokenizer or Ctrl-C, may leave the replica in part. A world of one then ends the
-requests of the step, forgets all K/V and goes on. With several ranks the others may have taken the step: this rank
-leaves the job, and its engine refuses further calls.
+An exception in a step (from a hook, a tokenizer or Ctrl-C) may leave the replica's state incomplete. With one rank, the
+engine then ends the requests of the step, drops all K/V and continues. With several ranks the others may have completed
+the step: this rank leaves the job, and its engine refuses further calls.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from lpr.sched.scheduler import Schedule
 
 
 class Driver:
-    """The steps of one rank's replica and the commands between them; on the driver, also who gives them."""
+    """Runs one rank's replica: its steps and the commands between them; on world rank 0 it also issues the commands."""
 
     def __init__(self, replica: Replica, comm: Comm) -> None:
         self.replica, self.comm = replica, comm
         self.log = CommandLog(comm)
-        self._invited: set[int] = set()  # replicas that this rank, as the driver, has asked all to take in
+        self._invited: set[int] = set()  # on the driver: replicas with a TakeIn command that is not applied yet
         self._is_busy = False
-        """True in a step and while commands are applied: what a hook or Python's collector posts then waits."""
+        """True in a step and while commands are applied: what a hook or the garbage collector posts then waits."""
 
     def post(self, *commands: Command) -> None:
-        """On the driver: let all ranks apply commands after the running step. Other ranks' calls do nothing."""
+        """On the driver: post commands, which all ranks apply after the running step. No-op on other ranks."""
         self.replica.check_open()
         if not is_driver(self.comm):
             return
@@ -43,7 +43,7 @@ class Driver:
             self._guard(self._apply_waiting)
 
     def post_and_wait(self, command: Command) -> None:
-        """On idle ranks that all come here: apply the driver's `command` and all before it."""
+        """Called by all ranks while idle: apply the driver's `command` and all before it."""
         self.post(command)
         waits = not is_driver(self.comm)
         while waits or not self.log.is_empty:
@@ -52,7 +52,7 @@ class Driver:
             waits = waits and not any(type(each) is type(command) for each in received)
 
     def submit(self, request: Request) -> None:
-        """Submit a request that all ranks, or the driver alone, have made."""
+        """Submit a request that was created on all ranks, or on the driver alone."""
         self.replica.check_open()
         announced = self.replica.requests.announced
         try:
@@ -64,15 +64,15 @@ class Driver:
 
     @in_own_modes
     def step(self) -> None:
-        """Take a step if there is work, and apply the commands after it. Else wait for commands on other ranks."""
+        """Take a step if there is work, and apply the commands after it. Else wait for commands, unless driver."""
         self.replica.check_open()
         self._guard(self._step)
 
     def _guard(self, action: Callable[[], None]) -> None:
-        """Change the replica; an exception leaves a replica that can go on, or none."""
+        """Run an action that changes the replica; after an exception the replica is restored or closed."""
         try:
             self._is_busy = True
-            if not self.replica.is_whole:  # the end of an earlier exception was interrupted itself
+            if not self.replica.is_whole:  # the recovery from an earlier exception was interrupted
                 self._fail(KeyboardInterrupt())
             action()
         except MeshError:
@@ -113,7 +113,7 @@ class Driver:
             self._apply(received)
 
     def _advance(self, schedule: Schedule[Request]) -> None:
-        """Take a step and apply the commands after it; if a rank is lost in it, drop it and go on without."""
+        """Take a step and apply the commands after it; if a rank is lost, drop the step and continue without it."""
         alone = is_alone(self.comm)
         try:
             result = self.replica.run(schedule, 0 if alone else self.log.announce())
@@ -131,12 +131,12 @@ class Driver:
         self._apply(received)
 
     def _apply_waiting(self) -> None:
-        """In a world of one rank: apply the commands that wait, up to one that takes other ranks in."""
+        """With one rank: apply the waiting commands, up to one that adds other ranks."""
         while is_alone(self.comm) and (command := self.log.pop()) is not None:
             try:
                 self.replica.apply(command)
             except BaseException:
-                if isinstance(command, Abort | Stop):  # still wanted, and no harm if it is applied again
+                if isinstance(command, Abort | Stop):  # idempotent, and still wanted
                     self.log.put_back(command)
                 raise
 
@@ -147,22 +147,23 @@ class Driver:
                 newcomers += command.replicas
             else:
                 self.replica.apply(command)
-        # Last, as they do not know the commands that came with theirs. One that ends the job is waited for by nobody.
+        # Last, because newcomers did not receive the other commands of this message. If one of these ended the job,
+        # no newcomer is added.
         if newcomers and self.replica.closed is None:
             self.replica.apply(TakeIn(newcomers))
 
     def _follow_mesh(self) -> None:
-        """After a loss, go on with the ranks that are left; as the driver if this is the first of them."""
+        """After a loss, continue with the remaining ranks; the first of them becomes the driver."""
         if self.comm.membership is None or not self.comm.membership.has_changed:
             return
         was_driver = is_driver(self.comm)
         self.replica.adopt_mesh()
         if not was_driver:
-            for request in list(self.replica.requests.announced.values()):  # the lost driver has not submitted them
+            for request in list(self.replica.requests.announced.values()):  # the lost driver did not submit them
                 self.post(request.submit)
 
     def _invite(self) -> None:
-        """On the driver: let replicas that have loaded join after this step."""
+        """On the driver: invite loaded replicas to join after this step."""
         membership, requests = self.comm.membership, self.replica.requests.open.values()
         if membership is None or self.replica.closed is not None or not is_driver(self.comm):
             return

@@ -1,7 +1,7 @@
-"""The engine: requests in, exact completions out, several sequences in every step.
+"""The engine's public API.
 
-A submitted request becomes a command (`Driver.post`), which every rank applies (`Replica.apply`) after the same step;
-the scheduler gives it slots, and each step (`Replica.schedule`, `run`, `update`) adds tokens to it.
+A submitted request becomes a command (`Driver.post`), which every rank applies (`Replica.apply`) after the same step.
+The scheduler gives the request slots, and each step (`Replica.schedule`, `run`, `update`) adds tokens to it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from lpr.protocol import Abort, Chunk, RequestId, Stop, Submit
 
 
 class Engine(EngineBase):
-    """Decodes requests with one model; `generate` and `stream` do all of it, `submit` and `step` let you drive it.
+    """Decodes requests with one model: `generate` and `stream` run it, `submit` and `step` give control to the caller.
 
     The output of a request depends on the model, its prompt, SamplingParams and processors only, never on the
     DecodeConfig, the other requests or the number of ranks (exactly in fp32; half precision rounds by the height of a
     GEMM).
 
     With several ranks, rank 0 is the driver: its calls become commands, which every rank applies after the same step.
-    The others call `work`, which takes part until the driver calls `close`. Where every rank runs the same program
-    instead, they may make the same calls in the same order, and each gets the results; rank 0's calls count.
+    The other ranks call `work`, which returns when the driver calls `close`. If every rank runs the same program
+    instead, all make the same calls in the same order and get the same results; the arguments of rank 0 are used.
 
-    Threads may share an engine: each call, and each step of `generate` and `stream`, is one thread's turn. Within a
-    step, a logits processor or a hook may not take another one of the same engine (RuntimeError).
+    Threads may share an engine: each call, and each step of `generate` and `stream`, holds a fair lock. A logits
+    processor or a hook, which runs within a step, may not start another step of the same engine (RuntimeError).
     """
 
     @in_own_modes
@@ -59,8 +59,8 @@ class Engine(EngineBase):
     ) -> None:
         """An engine for a loaded model.
 
-        Raises InputError if the model cannot run a token tree or the cache does not fit, with several ranks on every
-        rank if it is so on one, or if one has another model, tokenizer or configuration.
+        Raises InputError if the model cannot run a token tree, if the cache does not fit, or if ranks differ in model,
+        tokenizer or configuration; with several ranks, on every rank.
         """
         decode = decode if decode is not None else DecodeConfig()
         self.comm = comm if comm is not None else Comm()
@@ -68,7 +68,7 @@ class Engine(EngineBase):
         self.tokenizer, self.eos_token_ids = loaded.tokenizer, loaded.eos_token_ids
         self.replica = Replica(loaded, decode, self.options, self.comm)
         self.turns = self.replica.turns
-        """Held by the thread whose turn it is; `with engine.turns:` makes several calls one turn."""
+        """The engine's lock; `with engine.turns:` holds it over several calls."""
         self.driver = Driver(self.replica, self.comm)
         self.model = self.replica.model
         membership = self.comm.membership
@@ -92,10 +92,10 @@ class Engine(EngineBase):
         comm: Comm | None = None,
         **overrides: Any,
     ) -> Engine:
-        """Load a transformers causal LM from a folder or a hub id; raises InputError, on every rank if one cannot.
+        """Load a transformers causal LM from a folder or a hub id; raises InputError, on every rank if one fails.
 
-        `overrides` are fields of EngineOptions, such as `dtype` and `device`. Where the ranks of `comm` share replicas
-        (`lpr.dist.runtime.join(..., tp=N)`), each loads its part.
+        `overrides` are fields of EngineOptions, such as `dtype` and `device`. With tensor parallelism
+        (`lpr.dist.runtime.join(..., tp=N)`) each rank loads its shard.
         """
         options = replace(options or EngineOptions(), **overrides)
         return cls(load_on_all(str(path_or_hub_id), decode, options, comm), decode, options, comm=comm)
@@ -111,7 +111,7 @@ class Engine(EngineBase):
         comm: Comm | None = None,
         **overrides: Any,
     ) -> Engine:
-        """An engine for a model in memory, which is switched to tree attention; else as `from_pretrained`."""
+        """An engine for a model in memory, which is changed to tree attention; otherwise as `from_pretrained`."""
         return cls(wrap(model, tokenizer), decode, replace(options or EngineOptions(), **overrides), comm=comm)
 
     def generate(
@@ -149,7 +149,7 @@ class Engine(EngineBase):
                     self.driver.submit(request)
             while any(request.finish_reason is None for request in requests):
                 self.step()
-        finally:  # after an interruption they would run on during later calls
+        finally:  # after an interruption they would otherwise keep running during later calls
             self.abort(*requests)
         return [request.completion() for request in requests]
 
@@ -163,7 +163,7 @@ class Engine(EngineBase):
     ) -> Iterator[Chunk]:
         """Complete one prompt, yielding text and ids as each step commits them.
 
-        Streams can be read in turn: each has its own queue, and a step advances all of them.
+        Several streams can be read alternately: each has its own queue, and a step advances all of them.
         """
         request = self.submit(prompt, params, logits_processors, adapter=adapter)
         try:
@@ -184,20 +184,19 @@ class Engine(EngineBase):
     ) -> Request:
         """Queue a request; `step` advances it. Raises InputError for a prompt that cannot be completed.
 
-        A request that lpr.protocol.Submit describes comes without other arguments. `logits_processors` are applied in
-        their order, after those that `params` ask for and before temperature, top-k, top-p and min-p; see
-        lpr.model.sampling.processors for their arguments. They are code, so with several ranks every rank must submit
-        the request.
+        A lpr.protocol.Submit is passed without other arguments. `logits_processors` are applied in order, after those
+        of `params` and before temperature, top-k, top-p and min-p; see lpr.model.sampling.processors for their
+        arguments. They are not sent to other ranks, so with several ranks every rank must submit the request.
 
         `fields` are those of Submit. `id` must be new; default: the next number. `delivered` are ids that an earlier
-        run has emitted, after which the output goes on as if it had never stopped. Requests share drafts and K/V with
-        those of the same `tenant`, and with `learns` False no drafts at all; neither changes their output. With
-        `details`, chunks name the draft source of each token. `arrived` is in seconds of time.monotonic; default: now.
-        Requests wait in the order of arrival, shifted by `priority` (see lpr.sched.queue); those of different `share`
-        get slots in proportion to their `weight` (see lpr.sched.fair_shares). `prediction` is a text, or ids, that the
-        output is likely to repeat in large part: it is drafted from, and never changes the output. `predicted` are the
-        counts of an earlier run. `adapter` names a loaded adapter (`load_adapter`); drafts and K/V are shared among
-        requests with the same one only.
+        run has emitted; the output continues after them as in an uninterrupted run. Requests of the same `tenant` share
+        drafts and K/V; with `learns` False a request shares no drafts. Neither changes the output. With `details`,
+        chunks name the draft source of each token. `arrived` is in seconds of time.monotonic; default: now. Requests
+        wait in the order of arrival, shifted by `priority` (see lpr.sched.queue); shares (`share`) get slots in
+        proportion to their `weight` (see lpr.sched.fair_shares). `prediction` is a text, or ids, that the output is
+        likely to repeat in large part; it is a draft source and never changes the output. `predicted` are the counts of
+        an earlier run. `adapter` names a loaded adapter (`load_adapter`); only requests with the same adapter share
+        drafts and K/V.
         """
         if isinstance(prompt, Submit) and (params is not None or logits_processors or fields):
             raise InputError("a Submit comes without other arguments")
@@ -239,12 +238,12 @@ class Engine(EngineBase):
 
     @in_turn
     def abort(self, *requests: Request) -> None:
-        """Drop requests after the running step, on all ranks; finished ones are left as they are."""
+        """Abort requests after the running step, on all ranks; no effect on finished ones."""
         if not self.is_stopped:
             self.driver.post(*[Abort(request.id) for request in requests if request.finish_reason is None])
 
     def step(self) -> list[Request]:
-        """Advance the running requests by one step; returns those that it added something to, or that ended.
+        """Advance the running requests by one step; returns those with new tokens and those that ended.
 
         Without work, ranks other than the driver wait here for its next command.
         """
@@ -268,12 +267,12 @@ class Engine(EngineBase):
 
     @in_turn
     def drain(self) -> None:
-        """Take no further requests; those submitted are completed."""
+        """Refuse further requests; submitted ones are completed."""
         self.driver.post(Drain())
 
     @in_turn
     def close(self) -> None:
-        """End the job on all ranks, aborting what runs; frees captured graphs, which communicators must outlive."""
+        """End the job on all ranks and abort running requests; frees captured graphs before their communicators."""
         self.turns.refuse_within("close")
         if not self.is_stopped:
             self.driver.post(Stop())
@@ -285,6 +284,6 @@ class Engine(EngineBase):
 
     @in_turn
     def compile(self, grammar: str) -> Future[Any] | None:
-        """Compile a grammar on all ranks beside their steps; tells when this rank has done it, None if it cannot."""
+        """Compile a grammar on all ranks while steps run; returns this rank's future, None without grammar support."""
         self.driver.post(Compile(grammar))
         return self.replica.requests.compile(grammar, self.model.vocab_size)

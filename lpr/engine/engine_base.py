@@ -1,4 +1,4 @@
-"""What an engine is apart from its requests: its state, its settings, its adapters and the outputs it drafts from."""
+"""The part of the engine's API that does not concern requests: state, settings, adapters and learned outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lpr.sched.scheduler import Scheduler
 
 
 class EngineBase:
-    """The part of `Engine` that no request goes through; `Engine` sets its attributes."""
+    """Base of `Engine`, which sets its attributes."""
 
     comm: Comm
     options: EngineOptions
@@ -58,7 +58,7 @@ class EngineBase:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits or runs, and none is about to be submitted."""
+        """True if no request waits, runs, or has a pending Submit command."""
         return self.scheduler.is_idle and not self.replica.requests.announced
 
     @property
@@ -78,12 +78,12 @@ class EngineBase:
 
     @property
     def sizes(self) -> TreeSizes:
-        """The current settings in numbers, where `decode` leaves them open."""
+        """The current tree sizes, with the automatic fields of `decode` resolved."""
         return self.replica.sizes
 
     @property
     def memory(self) -> str | None:
-        """What this rank's GPU memory is for, and what is left of it, as one line; None on a CPU."""
+        """The use of this rank's GPU memory, and the rest, as one line; None on a CPU."""
         return self.replica.memory
 
     @property
@@ -93,7 +93,7 @@ class EngineBase:
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Step times that all ranks decide by now; None where sizes are fixed."""
+        """The replicated step times; None if sizes are fixed."""
         return self.replica.sizer.times
 
     @property
@@ -106,15 +106,15 @@ class EngineBase:
     def configure(self, decode: DecodeConfig, *, keep_drafts: bool = False) -> None:
         """Decode further requests with other settings; needs an idle engine.
 
-        Forgets the learned outputs, unless `keep_drafts` asks for them and `trie_capacity` stays the same.
+        Drops the learned outputs, unless `keep_drafts` is true and `trie_capacity` is unchanged.
         """
         self._require_idle("configure")
         self.driver.post_and_wait(Configure(decode, keep_drafts))
 
     def weights_changed(self) -> None:
-        """Forget all K/V, as the model's weights are others; needs an idle engine.
+        """Drop all K/V after a change of the model's weights; needs an idle engine.
 
-        An engine notices changed weights by itself, except for writes by way of `.data` to a small part of a parameter.
+        An engine detects changed weights itself, except for writes through `.data` to a small part of a parameter.
         Raises InputError if it was loaded by `from_pretrained` on a CPU, which keeps a copy of the weights.
         """
         self.replica.watch.note_change()
@@ -130,15 +130,15 @@ class EngineBase:
 
     @in_turn
     def learn(self, *documents: Sequence[int]) -> None:
-        """Let further requests draft from outputs, as if just decoded; raises InputError for ids of no token."""
+        """Add outputs to the shared draft index; raises InputError for ids outside the vocabulary."""
         known = [self._ids(document, "a document is a list of token ids") for document in documents]
         self.driver.post(Learn(b"".join(np.array([*ids, END], np.int32).tobytes() for ids in known if ids)))
 
     @in_turn
     def learn_history(self, history: np.ndarray, tenant: str = "", read_to: str = "") -> None:
-        """Let a tenant's further requests draft from documents that END separates, int32 [num_tokens].
+        """Add documents, int32 [num_tokens] separated by END, to a tenant's draft index.
 
-        They come from other replicas of a fleet, whose stream was read up to its entry `read_to` with them. Raises
+        They come from other replicas of a fleet; `read_to` is the last entry of the stream that they include. Raises
         InputError for an id outside the vocabulary.
         """
         check_history(history, self.model.vocab_size)
@@ -146,9 +146,9 @@ class EngineBase:
 
     @in_turn
     def learned(self, tenant: str = "") -> tuple[np.ndarray, str]:
-        """The outputs that a tenant's requests draft from, and the last entry of its stream in them.
+        """A tenant's learned outputs, and the last entry of its stream in them.
 
-        int32 [num_tokens]: documents that END separates, the oldest first.
+        The outputs are int32 [num_tokens]: documents separated by END, the oldest first.
         """
         return self.replica.drafts.history(tenant), self.read_to.get(tenant, "")
 
@@ -159,20 +159,20 @@ class EngineBase:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the vocabulary: a saved trie fits engines with the same fingerprint."""
+        """A hash of the vocabulary: a saved trie can be loaded by engines with the same fingerprint."""
         return fingerprint_of(self.tokenizer, self.model.vocab_size)
 
     @in_turn
     def save_trie(self, path: str | Path) -> Path:
-        """Write the learned outputs to a file, as a whole or not at all; returns it. Raises InputError."""
+        """Write the learned outputs to a file, atomically; returns its path. Raises InputError."""
         return write_trie(path, self.replica.drafts.shared, self.fingerprint)
 
     @in_turn
     def load_trie(self, path: str | Path) -> None:
-        """Draft from the outputs in a file instead of those learned so far; of too many, the newest are taken.
+        """Replace the learned outputs by those in a file; beyond the capacity the oldest are dropped.
 
         With several ranks only rank 0 reads the file. Raises InputError for a file that `save_trie` did not write,
-        that is damaged, or of another tokenizer.
+        that is damaged, or that belongs to another tokenizer.
         """
         self._require_idle("load_trie")
         history = np.empty(0, np.int32)
@@ -182,11 +182,11 @@ class EngineBase:
 
     @in_turn
     def load_adapter(self, name: str, folder: str | Path) -> Future[None]:
-        """Load a LoRA adapter in PEFT's format on all ranks, for requests that name it; it replaces one of that name.
+        """Load a LoRA adapter in PEFT's format on all ranks; it replaces an adapter of the same name.
 
-        With one rank it is loaded when this returns. With several ranks all read the folder after the running step,
-        and the result says when they have, or raises InputError if one could not. Raises InputError for a folder that
-        cannot be read, with one rank for any failure.
+        With one rank the adapter is loaded when this returns, and any failure raises InputError. With several ranks all
+        read the folder after the running step; the returned future then completes, with InputError if a rank failed. A
+        folder that this rank cannot read raises InputError at once.
         """
         adapters, command = self.replica.adapters, None
         if is_driver(self.comm):
@@ -195,7 +195,7 @@ class EngineBase:
 
     @in_turn
     def unload_adapter(self, name: str) -> Future[None]:
-        """Take no further requests for an adapter; its weights go with its last request. As `load_adapter`."""
+        """Refuse further requests for an adapter and unload it after its last request. Returns as `load_adapter`."""
         return self._post_for(name, UnloadAdapter(name))
 
     def _post_for(self, name: str, command: LoadAdapter | UnloadAdapter | None) -> Future[None]:

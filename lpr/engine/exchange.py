@@ -1,8 +1,8 @@
 """The step's one all-gather: headers, and the results of the nodes that a rank owns.
 
-A payload's size follows from the configuration, the number of trees, in powers of two, and the log-probabilities that
-running requests ask for (rule R2). All of these are replicated, so ranks that disagree about anything else still meet
-in the same collective, and the headers tell them. lpr.core.wire has the layout.
+A payload's size depends only on the configuration, the number of trees (rounded up to a power of two) and the number of
+log-probabilities that running requests ask for (rule R2). All of these are replicated, so ranks whose other state
+differs still take part in the same collective, and compare it by the headers. lpr.core.wire has the layout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DesyncError(MeshError):
 
 @dataclass(frozen=True)
 class Gathered:
-    """What all ranks have sent in a step."""
+    """The payloads of all ranks in a step."""
 
     draft: StepDraft
     payloads: np.ndarray  # int32 [world ranks, words]
@@ -58,7 +58,7 @@ class Gathered:
             raise DesyncError(f"what the ranks have sent in a step does not fit together: {failure}") from failure
 
     def blocks(self) -> np.ndarray:
-        """What each rank guesses, int32 [ranks, trees, words] (lpr.core.heads)."""
+        """Each rank's guesses, int32 [ranks, trees, words] (lpr.core.heads)."""
         return wire.blocks_of(self.payloads, self.draft.capacity, self.width, self.num_guesses)
 
     def logprobs(self) -> list[list[TokenLogprobs] | None]:
@@ -86,9 +86,9 @@ class Exchange:
         device: torch.device,
         carries_trees: bool = False,
     ) -> None:
-        """The exchange of `comm`'s ranks for up to `max_batch_size` trees of `config`, with payloads on `device`.
+        """The exchange between `comm`'s ranks of up to `max_batch_size` trees of `config`, with payloads on `device`.
 
-        `carries_trees` if a rank may not serve all requests (DecodeConfig.carries_trees).
+        `carries_trees` is true if not every rank serves all requests (DecodeConfig.carries_trees).
         """
         self.config = config
         self.comm = comm
@@ -102,20 +102,20 @@ class Exchange:
     def payload_words(self, num_trees: int, num_logprobs: int | None = None) -> int:
         """Words (int32) that each rank contributes to a step of `num_trees` trees: those of the next power of two.
 
-        The number of trees follows from the commands and the committed tokens before the step, which the digest of the
-        last step has compared: ranks that differ there never reach this step. So the size is the same on all ranks
-        (rule R2), and there are few sizes.
+        The number of trees depends only on the commands and the committed tokens before the step. The digest of the
+        last step has compared both, so the size is the same on all ranks (rule R2). Powers of two keep the number of
+        sizes small.
         """
         room = min(1 << (num_trees - 1).bit_length() if num_trees else 0, self._max_batch_size)
         return wire.payload_words(self.config, room, self.comm.num_serving, self.carries_trees, num_logprobs)
 
     @property
     def payload_bytes(self) -> int:
-        """Most bytes that each rank contributes to a step without log-probabilities: those of a full batch."""
+        """Bytes per rank of a full batch's step without log-probabilities."""
         return self._payload.numel() * self._payload.element_size()
 
     def begin_step(self) -> None:
-        """A step begins, whose time up to the gather this rank sends."""
+        """Start the clock of a step; the payload contains the time until the gather."""
         self._began = time.perf_counter()
 
     def gather(
@@ -127,10 +127,9 @@ class Exchange:
     ) -> Gathered:
         """Send this rank's results; return those of all ranks.
 
-        `local` is int32 [nodes, words], the results of this rank's part of `draft`, or None if it has none. Of every
-        node its owner's value counts, also on ranks that evaluated it as an ancestor (rule R1). `num_logprobs` is that
-        of the running request that asks for the most log-probabilities, `guesses` int32 [own trees, words] are of this
-        rank's head.
+        `local` is int32 [nodes, words], the results of this rank's part of `draft`, or None if it has none. A node's
+        result is its owner's, also on ranks that evaluated the node as an ancestor (rule R1). `num_logprobs` is the
+        maximum over running requests; `guesses`, int32 [own trees, words], are those of this rank's head.
         """
         width = wire.node_width(self.config, self.carries_trees, num_logprobs)
         num_words, payload = self.payload_words(len(draft), num_logprobs), self._payload
@@ -149,7 +148,7 @@ class Exchange:
             results = payload[wire.first_result(num_words, self.capacity, width, num_guesses) : end]
             self._place(local, draft, results.view(-1, width))
         if num_guesses:
-            blocks = np.zeros(num_words - end, np.int32)  # also where no guess was made: the buffer holds older ones
+            blocks = np.zeros(num_words - end, np.int32)  # always: the buffer holds those of an earlier step
             if guesses is not None:
                 blocks[: guesses.size] = guesses.reshape(-1)
             copy_over(payload[end:num_words], blocks)
@@ -159,7 +158,7 @@ class Exchange:
     def _place(self, local: torch.Tensor, draft: StepDraft, table: torch.Tensor) -> None:
         """Copy the results of the nodes that this rank owns into `table` [trees * capacity, width]."""
         columns = table[:, : local.shape[1]]
-        if self.comm.size == 1 and (len(draft) == 1 or self.capacity == 1):  # they lie one behind the other
+        if self.comm.size == 1 and (len(draft) == 1 or self.capacity == 1):  # the results are contiguous
             columns[: len(local)] = local
             return
         source, target, words = to_device(draft.placement, local.device)
@@ -169,12 +168,12 @@ class Exchange:
 
 
 def check_replica(comm: Comm, rows: Sequence[Row]) -> Callable[[], None]:
-    """Begin to compare the `rows` that the ranks of this replica are about to evaluate.
+    """Start to compare the `rows` that the tp ranks of this replica are about to evaluate.
 
-    The returned function waits for the answer, and raises DesyncError if rows differ. In between the step is prepared.
+    The returned function waits for the result and raises DesyncError if rows differ. Meanwhile the step is prepared.
 
-    Ranks that share weights meet in every layer, long before the step's gather compares digests. Rows of unequal height
-    would abort the process there (gloo) or wait for the time-out (NCCL), and no error would name the rank.
+    Tensor-parallel ranks have a collective in every layer, before the step's gather compares digests. With unequal
+    shapes these would abort the process (gloo) or wait for the time-out (NCCL), and no error would name the rank.
     """
     found = hashlib.blake2b(digest_size=8)
     for row in rows:
@@ -186,9 +185,9 @@ def check_replica(comm: Comm, rows: Sequence[Row]) -> Callable[[], None]:
 
 
 def common_heights(comm: Comm, heights: Heights | str) -> Heights | str:
-    """The heights that agree on every rank of this replica, whose shards may need different ones.
+    """The heights that are exact on every rank of this replica; its shards may need different ones.
 
-    If one rank has none, all ranks return a reason in words.
+    If a rank has no such heights, all ranks return the reason as a string.
     """
     found = [0, 0, 0, 0]
     if not isinstance(heights, str):
@@ -203,19 +202,19 @@ def common_heights(comm: Comm, heights: Heights | str) -> Heights | str:
 
 
 def worst_of_replica(comm: Comm, outcome: int) -> int:
-    """The largest `outcome` (a small number) of the ranks of this replica, which all call this together."""
+    """The maximum of `outcome` (a small integer) over the tp ranks of this replica; a collective call."""
     return int(comm.begin_gather_replica(torch.tensor([outcome], dtype=torch.int32))().max())
 
 
 def check_digests(digests: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> None:
-    """Raise DesyncError if the rows of `digests` are not all equal; the majority counts as right.
+    """Raise DesyncError if the rows of `digests` are not all equal; it names the ranks that differ from the majority.
 
-    Row i is that of world rank `ranks[i]`, default: of rank i.
+    Row i belongs to world rank `ranks[i]`, default: rank i.
     """
     if digests.count(digests[0]) == len(digests):
         return
     rows = [tuple(row) for row in digests]
-    # Of equally frequent digests, Counter keeps the first seen: rank 0's.
+    # On a tie, Counter returns the digest seen first: rank 0's.
     agreed = Counter(rows).most_common(1)[0][0]
     named = range(len(rows)) if ranks is None else ranks
     others = [rank for rank, row in zip(named, rows, strict=True) if row != agreed]

@@ -1,9 +1,9 @@
-"""The prediction head's part of a step: which path a rank takes for the accepted one, and what follows it.
+"""The prediction head's part of a step: predict the accepted path from local results, and guess what follows it.
 
-The guesses travel in the step's one gather, so they are made before the rank knows the others' results. It walks its
-own part of each tree by its own results. The rank that evaluated the end of the path sees that no child follows: it
-guesses what comes after the bonus token. Of the others each keeps what its part has of the path. The block names the
-end and the bonus token, so where the owners' results give another path all ranks drop the guesses alike.
+The step's one gather carries the guesses, so they are made before the rank knows the other ranks' results. The rank
+walks its own shard of each tree by its own results. The rank that evaluated the end of the path sees that no child
+follows, and guesses the tokens after the bonus token. Every other rank keeps its part of the path. A block names the
+path's end and the bonus token, so if the owners' results give another path, all ranks drop the guesses.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from lpr.native import StepDraft, TokenTree
 
 @dataclass(frozen=True)
 class Followed:
-    """The accepted path of a tree, as far as a rank's part of it and its own results show it."""
+    """The accepted path of a tree, as predicted from a rank's shard and its own results."""
 
-    place: int  # of the tree among the rank's, and of its row
-    index: int  # of the tree among all
-    entries: list[int]  # of the row: its pending chain and the path
+    place: int  # index of the tree among the rank's, and of its row
+    index: int  # index of the tree among all
+    entries: list[int]  # entries of the row: its pending chain and the path
     end: int  # the last node
     bonus: int  # the token after it
     is_end: bool  # True if no child holds that token: the path ends here
 
 
 def follow_all(draft: StepDraft, rows: Sequence[Row], results: torch.Tensor | None) -> list[Followed]:
-    """The paths of this rank's trees by its `results`; none of a tree with a failure."""
+    """The predicted paths of this rank's trees, from its `results`; trees with a failure are left out."""
     next_tokens = results[:, 0].tolist() if results is not None else []
     shards, start = draft.shards, 0
     all_followed: list[Followed] = []
@@ -66,14 +66,14 @@ def guess(
     results: torch.Tensor | None,
     num_guesses: int,
 ) -> np.ndarray | None:
-    """Let the head follow what this rank has evaluated; its blocks int32 [own trees, words], None without a head.
+    """Feed this rank's evaluated entries to the head; returns its blocks, int32 [own trees, words], None without one.
 
     `rows` and `fills` are the rank's, of requests of `decoding` and `filling` (StepPlan), `results` those of `rows`.
     """
     if not num_guesses:
         return None
     chains: list[Chain] = []
-    ends: list[tuple[int, Followed]] = []  # with the number of the chain
+    ends: list[tuple[int, Followed]] = []  # (index of the chain, path)
     for each in follow_all(draft, rows, results):
         row = rows[each.place]
         tokens = [*row.tokens[each.entries[1:]].tolist(), each.bonus]
@@ -95,9 +95,9 @@ def guess(
 def follow(
     tree: TokenTree, nodes: Sequence[int], next_tokens: Sequence[int]
 ) -> tuple[list[tuple[int, int]], int, bool]:
-    """The accepted path as far as `nodes`, a rank's part of `tree`, have it, by their `next_tokens`.
+    """The accepted path within `nodes`, a rank's part of `tree`, by their `next_tokens`.
 
-    Returns the path as pairs (place among `nodes`, node), the token after its last node, and True if it ends there.
+    Returns the path as pairs (index in `nodes`, node), the token after its last node, and True if the path ends there.
     """
     place = {node: index for index, node in enumerate(nodes)}
     path, token = [(0, 0)], next_tokens[0]

@@ -1,8 +1,8 @@
-"""The state that a replica gets when it joins a running mesh: all that the others hold alike, except K/V and drafts.
+"""The state that a replica receives when it joins a running mesh: the replicated state, except K/V and drafts.
 
-It computes the K/V from the tokens, piece by piece like any pending chain. What was learned from one request
-(calibration, window, n-gram pool, recycled candidates) begins anew on *all* ranks when the mesh changes, so it needs no
-format of its own; it is soon learned again, and decides no token.
+The newcomer computes the K/V from the tokens, in chunks like any pending chain. The drafting state of a request
+(calibration, window, n-gram pool, recycled candidates) is reset on *all* ranks when the mesh changes, so it is not
+sent; it affects only speed and is soon learned again.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class RequestState(msgspec.Struct, frozen=True, array_like=True):
-    """A request on its way from rank to rank."""
+    """A request as it is sent from rank to rank."""
 
     submit: Submit
-    """The command that would submit it as it is now."""
+    """The command that submits it with its present output."""
     num_cached_tokens: int
     logprobs: list[TokenLogprobs]
     stats: tuple[int, int, int, int]
@@ -39,7 +39,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     counts: list[tuple[int, int, int, int]]
     """By source and depth: nodes drafted and accepted."""
     num_computed_tokens: list[int]
-    """Per rank of the new mesh, as are the slots; empty if it waits."""
+    """Per rank of the new mesh; empty if it waits. The same holds for the slots."""
     slots: list[int]
     homes: list[int]
     arrived_ms: float
@@ -91,9 +91,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     decode: DecodeConfig
     sizes: TreeSizes
     times: dict[str, Any] | None
-    """Step times that decide now, as StepTimes.to_json makes them; None where sizes are fixed."""
+    """The current step times (StepTimes.to_json); None if sizes are fixed."""
     follows: bool
-    """True if the times that steps really take change them."""
+    """True if measured steps update the step times."""
     is_draining: bool
     next_id: int
     history: bytes
@@ -104,7 +104,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     adapters: dict[str, str]
     """By digest, the folders of all that are loaded."""
     read_to: dict[str, str]
-    """By tenant: the last entry of its stream that is in these (lpr.fleet)."""
+    """By tenant: the last stream entry that its index includes (lpr.fleet)."""
     running: list[RequestState]
     """In the order of their slots."""
     waiting: list[tuple[float, int, RequestState]]
@@ -116,7 +116,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     num_host_pages: int
     now: float = 0.0
-    """On the clock of the scheduler's targets, if there are any."""
+    """The clock of the scheduler's latency targets, if there are any."""
 
 
 def state_of(replica: Replica) -> bytes:
@@ -148,14 +148,14 @@ def state_of(replica: Replica) -> bytes:
 
 
 def resume(replica: Replica, data: bytes) -> None:
-    """Let a newcomer without requests go on with a packed state; raises InputError if there is no room for it."""
+    """Restore a packed state on a newcomer without requests; raises InputError if there is no room for it."""
     state = msgspec.msgpack.decode(data, type=State)
     times = StepTimes.from_json(state.times) if state.times is not None else None
     replica.start_times.times, replica.start_times.follows = times, state.follows
     replica.is_draining, replica.requests.next_id = state.is_draining, state.next_id
     replica.adapters.resume(state.adapter_names, state.adapters)
     size = PoolSize(state.num_pages, 0, state.num_host_pages)
-    replica.set_up(state.decode, state.sizes, times, Comm(), given=size)  # the others do not meet here
+    replica.set_up(state.decode, state.sizes, times, Comm(), given=size)  # a world of one: the other ranks take no part
     scheduler, drafts, requests = replica.scheduler, replica.drafts, replica.requests
     tenants = [(tenant, np.frombuffer(history, np.int32)) for tenant, history in state.tenants]
     drafts.restore(np.frombuffer(state.history, np.int32), tenants, state.read_to)
@@ -169,5 +169,5 @@ def resume(replica: Replica, data: bytes) -> None:
     for request, each in zip(running, state.running, strict=True):
         request.state = replica.new_state(request, each.num_computed_tokens)
     scheduler.placement.register(scheduler.running)
-    for tenant, _ in state.tenants:  # that running requests begin to draft here is no use of their indexes
+    for tenant, _ in state.tenants:  # restore the order of use, which drafting of running requests changed
         drafts.of(tenant)

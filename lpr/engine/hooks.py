@@ -1,4 +1,4 @@
-"""Step hooks: how a trace, a benchmark's clock or a service's sending takes part in an engine's steps."""
+"""Step hooks: callbacks in each step, for traces, benchmarks and a service's sending."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class StepHooks:
         """A phase of the step has ended: "draft", "forward", "gather" or "commit"."""
 
     def while_busy(self) -> None:
-        """The device has work: what the host does here takes no time, as long as the device takes longer."""
+        """The device is busy: host work done here is hidden behind the forward."""
 
     def end_step(self, batch: Sequence[Request], outcomes: Sequence[Outcome], chunks: Iterable[Chunk]) -> None:
-        """The step has advanced the requests of `batch`, none of which has left its slot yet.
+        """The step has advanced the requests of `batch`; none of them has left its slot yet.
 
-        `chunks` are what it added to each, without text; they are made when they are iterated.
+        `chunks` is a lazy iterable of each request's new tokens, without text.
         """

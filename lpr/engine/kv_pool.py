@@ -1,4 +1,4 @@
-"""The size of the KV cache: how many pages each rank has, and how long a sequence may be in them."""
+"""The size of the KV cache: the number of pages per rank and the longest sequence."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from lpr.model.runner import TreeModel
 from lpr.sched.page_moves import PageClear, PageCopy, PageIn, PageMove, PageOut, StateCopy
 
 DEFAULT_LENGTH = 4096
-"""Tokens of each of `max_batch_size` sequences for which there is room where nothing else is said."""
-GPU_SHARE = 0.9  # share of a GPU's free memory that the cache takes where nothing else is said
-CPU_SHARE = 0.5  # the most of a CPU's free memory that it takes then
-ROUNDED = 256  # sizes are rounded up to so many tokens, so that a change of tree sizes seldom makes another cache
+"""Default capacity on a CPU, in tokens for each of `max_batch_size` sequences."""
+GPU_SHARE = 0.9  # default share of a GPU's free memory for the cache
+CPU_SHARE = 0.5  # most of a CPU's free memory that the default takes
+ROUNDED = 256  # sizes are rounded up to multiples of this, so that new tree sizes seldom need a new cache
 SWAP_GIB, SWAP_SHARE = 4.0, 0.25
-"""Host memory for pages that others need where nothing else is said, vLLM's default of old, and the most of what is
-free that it takes then."""
-RESERVE = 0.05  # part of the free memory that is left to the activations of a step
+"""Default GiB of host memory for swapped-out pages (as in vLLM v0), and the largest share of free memory for it."""
+RESERVE = 0.05  # share of the free memory reserved for the activations of a step
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class PoolSize:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolNeeds:
-    """What decides the size of the pool."""
+    """The inputs of the pool's size."""
 
     decode: DecodeConfig
     kv_memory: float | None  # as EngineOptions.kv_memory
@@ -49,7 +48,7 @@ class PoolNeeds:
     free: int | None  # free bytes of the rank's device, the present cache included; None: unknown
     on_gpu: bool = False
     reserve: int = 0  # bytes of `free` that steps need, if that is more than RESERVE of it
-    told: str = ""  # what the rest of a GPU's memory is for, for messages
+    told: str = ""  # use of the rest of a GPU's memory, for messages
 
     @classmethod
     def of(
@@ -74,7 +73,7 @@ class PoolNeeds:
         )
 
     def num_pages(self) -> int:
-        """Pages that this rank has room for; raises InputError."""
+        """The number of pages that fit on this rank; raises InputError."""
         if not self.bytes_per_token:  # without attention: pages cost nothing
             length = self.decode.max_length or min(self.longest or DEFAULT_LENGTH, DEFAULT_LENGTH)
             return -(-self.decode.max_batch_size * (length + self.num_ahead) // self.page_size)
@@ -109,7 +108,7 @@ class PoolNeeds:
         return PoolSize(num_pages, min(room, self.longest or room))
 
     def describe(self, num_pages: int) -> str:
-        """The memory of a GPU with that many pages, and what is left of it, as one line."""
+        """The use of a GPU's memory with that many pages, and the rest, as one line."""
         taken = num_pages * self.page_size * self.bytes_per_token
         left = (self.free or 0) - self.reserve - taken
         tokens = f"{num_pages * self.page_size} tokens"
@@ -117,7 +116,7 @@ class PoolNeeds:
 
     @property
     def rest(self) -> str:
-        """What else the memory is for, for the end of a message."""
+        """Other uses of the memory, for the end of a message."""
         return f"; the other parts in GiB: {self.told}" if self.told else ""
 
 
@@ -137,7 +136,7 @@ def common_size(needs: PoolNeeds, comm: Comm) -> PoolSize:
 
 
 def given_size(needs: PoolNeeds, num_pages: int) -> PoolSize:
-    """The size of a mesh that runs already; raises InputError if this rank has no room for it."""
+    """The pool size of a running mesh; raises InputError if this rank has no room for it."""
     if lack := lack_of_room(needs.free, num_pages * needs.page_size, needs.bytes_per_token, needs.reserve):
         raise InputError(f"{lack}{needs.rest}")
     return needs.size(num_pages)
@@ -146,7 +145,7 @@ def given_size(needs: PoolNeeds, num_pages: int) -> PoolSize:
 def common_host_pages(
     model: TreeModel, needs: PoolNeeds, options: EngineOptions, times: StepTimes | None, comm: Comm
 ) -> int:
-    """Pages in host memory that all ranks have room for; 0 if computing K/V again is faster on one of them."""
+    """Pages in host memory that fit on all ranks; 0 if recomputing K/V is faster on one of them."""
     assert model.cache is not None
     if not needs.bytes_per_token:
         return 0
@@ -177,7 +176,7 @@ def num_host_pages(swap_space: float | None, free: int | None, page_bytes: int) 
 
 
 def is_swap_faster(swap_ms: float, times: StepTimes | None, page_size: int, prefill_chunk: int) -> bool:
-    """True if a page is copied to host memory and back in less time than a long prompt's step computes it.
+    """True if copying a page to host memory and back is faster than computing it in a prefill chunk.
 
     Also True without step times.
     """
@@ -192,7 +191,7 @@ def usable_tokens(free: int, bytes_per_token: int, reserve: int = 0) -> int:
 
 
 def lack_of_room(free: int | None, tokens: int, bytes_per_token: int, reserve: int = 0) -> str | None:
-    """Why the K/V of `tokens` tokens does not fit into `free` bytes (None: unknown), or None if it does."""
+    """A message if the K/V of `tokens` tokens does not fit into `free` bytes (None: unknown); None if it fits."""
     if free is None or tokens <= (usable := usable_tokens(free, bytes_per_token, reserve)):
         return None
     needs, has = _size(tokens * bytes_per_token), _size(usable * bytes_per_token)
@@ -204,7 +203,7 @@ def _size(count: int) -> str:
 
 
 def follow(cache: KVCache, moves: Sequence[PageMove], tables: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Bring a cache to what the scheduler has decided: the contents of pages, then block tables, by slot."""
+    """Apply the scheduler's decisions to a cache: page moves, then changed block tables, by slot."""
     for move in moves:
         match move:
             case PageCopy():

@@ -1,4 +1,4 @@
-"""How an engine runs its model."""
+"""EngineOptions: how an engine loads and runs its model."""
 
 from __future__ import annotations
 

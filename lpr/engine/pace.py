@@ -1,9 +1,9 @@
-"""When a prediction head guesses, and how far: only while steps with its guesses bring more tokens in the same time.
+"""Decides when a prediction head guesses, and how far: only while steps with guesses give more tokens per millisecond.
 
-Tokens that it is credited with do not tell, as the text might have proposed them too. So steps with guesses and steps
-without take turns: the faster ones go on, and the others are tried again, ever more rarely. Each rank decides for its
-own head, by its own clock: the guesses travel, so ranks need not decide alike. A head that rests follows the text
-late, many tokens at a time, so that it can go on whenever it shall.
+The number of accepted guesses does not show their benefit, because the text might have proposed the same tokens. So
+steps with guesses and steps without are tried in turn: the faster kind is used, and the other one is tried again, ever
+more rarely. Each rank decides for its own head by its own clock: guesses are gathered, so ranks need not agree. A
+resting head processes the text late, many tokens at a time, so that it can resume at any step.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from lpr.engine.request import Outcome
 
 TRIAL = 16  # steps of a trial
 FIRST_STAY, LONGEST_STAY = 64, 1024
-"""Steps of what was faster until the other is tried again, twice as many after each trial that it loses."""
-MEMORY = 0.98  # what a step still counts for after the next one of its kind
-FOLLOWED = 0.5  # part of the right guesses that have a right one among their successors
+"""Steps until the slower kind is tried again; doubled after each lost trial, up to LONGEST_STAY."""
+MEMORY = 0.98  # decay per step of the counts of a kind of step
+FOLLOWED = 0.5  # part of the right guesses that have a right successor among the guesses
 
 
 class Pace:
@@ -28,7 +28,7 @@ class Pace:
         self._counts = {False: [0.0, 0.0], True: [0.0, 0.0]}  # tokens and milliseconds of steps, by `rests`
 
     def least(self, forward_ms: float) -> float:
-        """The path probabilities whose guesses are worth following, in sum, if that takes `forward_ms`."""
+        """The least sum of path probabilities for which another forward of the head, of `forward_ms`, pays."""
         tokens, ms = self._counts[False]
         return forward_ms * tokens / (FOLLOWED * ms) if ms else 0.0
 

@@ -1,4 +1,4 @@
-"""The plan of one step: what is done for which requests."""
+"""The plan of one step: its requests and their work."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step does, the same on all ranks."""
+    """The work of one step, the same on all ranks."""
 
-    decoding: Sequence[Request]  # they advance by their accepted path and a bonus token
+    decoding: Sequence[Request]  # requests that advance by their accepted path and a bonus token
     filling: Sequence[tuple[Request, Sequence[int]]]
-    """They compute the K/V of so many tokens of their pending chain, per rank. A rank whose rows are padded has either
+    """Requests with the number of tokens of their pending chain to compute, per rank. With padding, a rank has either
     rows of `decoding` or one of these."""
     sizes: TreeSizes
     times: StepTimes | None = None
-    """Step times that all ranks decide by; None where sizes are fixed."""
+    """The replicated step times; None if sizes are fixed."""
     digest: int = 0  # of other state that must agree on all ranks, such as home ranks
     drafting: DraftRank | None = None
-    """On a rank that only drafts, what it drafts by."""
+    """The drafter of a draft-only rank; None on other ranks."""
     num_command_bytes: int = 0  # length of the commands that the driver broadcasts after the step; 0 on other ranks

@@ -39,7 +39,7 @@ _KERNELS = "result of matrix products (exact mode needs the same bits of all ran
 
 
 def set_roles(options: EngineOptions, comm: Comm) -> None:
-    """Let the last ranks of the job only draft, if `options` say so; raises InputError where that cannot be."""
+    """Make the last `options.draft_ranks` ranks of the job draft-only; raises InputError if that is impossible."""
     if not 0 <= options.draft_ranks < comm.num_replicas and options.draft_ranks:
         lack = f"of the job's {comm.num_replicas} replicas at least one has to hold the model"
         raise InputError(f"draft_ranks={options.draft_ranks}: {lack}")
@@ -49,7 +49,7 @@ def set_roles(options: EngineOptions, comm: Comm) -> None:
 
 
 def load_on_all(source: str, decode: DecodeConfig | None, options: EngineOptions, comm: Comm | None) -> Loaded:
-    """Load a model, of which each rank of a replica has its part; raises InputError on all ranks if one cannot."""
+    """Load a model, each tp rank its shard; raises InputError on all ranks if one fails."""
     set_roles(options, comm or Comm())
     loaded = failure = tp = None
     if comm is not None and comm.tp_mesh is not None:
@@ -69,14 +69,14 @@ def load_on_all(source: str, decode: DecodeConfig | None, options: EngineOptions
 def prepare(
     loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm
 ) -> tuple[TreeModel, KVCache, StepTimes | None]:
-    """The model as steps evaluate it, a template for its K/V cache, and on the driver the given step times.
+    """The model prepared for steps, a template for its K/V cache, and on the driver the given step times.
 
-    Raises InputError if the model cannot run a token tree, with several ranks on every rank if it is so on one, or if
-    one has another model, tokenizer or `decode`; in exact mode also another kind of machine. A replica that joins a
-    running mesh is compared with those that began it.
+    Raises InputError, on every rank, if the model cannot run a token tree, or if ranks differ in model, tokenizer or
+    `decode` (in exact mode also in the kind of machine). A replica that joins a running mesh is compared with the
+    replicas that started it.
     """
     set_roles(options, comm)
-    # Ranks that share weights must not enter a forward with different rows.
+    # Tensor-parallel ranks must not enter a forward with different inputs.
     shared = None
     if comm.tp_mesh is not None:
         part = vocabulary_head(loaded.model)
@@ -116,10 +116,10 @@ def prepare(
     agree(comm, failure)
     assert like is not None
     compiling = partial(_compile, model, like, options, decode) if compiles else lambda: None
-    # The ranks of a replica compile together, as their steps have collectives.
+    # The tp ranks of a replica compile together, because their forwards have collectives.
     failure = _failure_of(compiling) if comm.rank == 0 else None
     agree(comm, failure)
-    if comm.rank != 0:  # now, as they read what the first replica has written to the disk
+    if comm.rank != 0:  # after rank 0, so that they find its files in the compile cache
         failure = _failure_of(compiling)
     if is_compared:
         replica_facts["prediction head"] = own_head if model.guesser is not None else 0
@@ -146,7 +146,7 @@ def longest_sequence(loaded: Loaded, decode: DecodeConfig) -> int | None:
 
 
 def _setting(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Comm, has_head: bool) -> Setting:
-    """What decides on rewrites."""
+    """The inputs that decide which rewrites apply."""
     uncaptured = None if model.capturer is not None else model.graph_reason or "it needs a GPU and graphs=True"
     return Setting(
         model.device,
@@ -161,16 +161,16 @@ def _setting(model: TreeModel, loaded: Loaded, options: EngineOptions, comm: Com
 
 
 def _rewritten(model: TreeModel, setting: Setting) -> KVCache:
-    """The cache of the model's check. What the check refuses is evaluated by transformers' own modules."""
+    """Rewrite the model and check it; returns the check's cache. If the check fails, the rewrites are undone."""
     attention = model.attention
     found = rewrite(model.model, setting, Stage.FASTER)
     logger.info("on the %s: %s", model.device.type, "; ".join(map(str, found)))
     try:
         return self_check(model)
-    except Exception as refused:  # on a GPU whatever a compiler or driver raises
+    except Exception as refused:  # on a GPU, a compiler or driver may raise any type
         if not undo_forwards(model.model):
             raise
-        if model.attention != attention:  # the check has blamed it first
+        if model.attention != attention:  # the check has replaced the attention backend first
             model.adapter.set_attention(attention)
         like = self_check(model)
         logger.warning("the faster modules do not fit this model, using transformers' own: %s", first_line(refused))
@@ -178,28 +178,28 @@ def _rewritten(model: TreeModel, setting: Setting) -> KVCache:
 
 
 def _wants_head(model: TreeModel, decode: DecodeConfig) -> bool:
-    """True if a prediction head is to guess; on a GPU, where it has not been run, only if `decode` asks for it."""
+    """True if a prediction head is to be used; on a GPU, where it is untested, only if `decode` asks for it."""
     return decode.draft_heads == "on" or (decode.draft_heads == "auto" and model.device.type == "cpu")
 
 
 def _use_head(model: TreeModel, head: DraftHead, like: KVCache, setting: Setting) -> None:
-    """Let a head guess; one that does not work is left out, with a warning."""
+    """Attach a prediction head; a head that fails is left out with a warning."""
     try:
         rewrite(head, setting, Stage.FASTER)
         model.use_head(head, like)
-    except Exception as failure:  # of a layer that gets what it does not expect: of any type
+    except Exception as failure:  # a layer with unexpected inputs may raise any type
         logger.warning("the prediction head does not work with this model and is not used: %s", first_line(failure))
 
 
 def why_no_copy(like: KVCache, comm: Comm) -> str | None:
-    """Why no low-bit copy drafts on this mesh, the same on all ranks; None if one may."""
+    """The reason why a low-bit copy cannot draft on this mesh, the same on all ranks; None if it can."""
     if comm.tp_size > 1:
         return "ranks share its weights (--tp)"
     return "its recurrent layers keep states that a pass would change" if like.has_states else None
 
 
 def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache, comm: Comm) -> bool:
-    """True if ranks of the mesh may have a copy that drafts; the same on all of them."""
+    """True if ranks of the mesh may draft with a low-bit copy; the same on all ranks."""
     if comm.num_drafting:
         return True
     if options.self_draft == "off" or why_no_copy(like, comm) is not None:
@@ -208,8 +208,8 @@ def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache
 
 
 def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm) -> None:
-    """Make a low-bit copy of the model that drafts; raises InputError where a form that is asked for cannot be made."""
-    named = "int8" if options.self_draft == "off" else options.self_draft  # of a rank that only drafts
+    """Make a low-bit copy of the model for drafting; raises InputError if a requested form cannot be made."""
+    named = "int8" if options.self_draft == "off" else options.self_draft  # "off": a draft-only rank
     form = _auto_form(model) if named == "auto" else named
     is_wanted = options.self_draft != "auto" or comm.num_drafting > 0
     why, began = why_no_copy(like, comm) or why_no_copy_in(model.model, form), time.perf_counter()
@@ -221,7 +221,7 @@ def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Com
             assert model.self_drafter is not None and isinstance(model.self_drafter.copy, LowBitCopy)
             taken = model.self_drafter.copy.num_bytes / 2**20, time.perf_counter() - began
             logger.info("a copy in %s drafts: %.0f MiB, made and timed in %.1f s", form, *taken)
-    except Exception as failure:  # of modules that get what they do not expect: of any type
+    except Exception as failure:  # modules with unexpected inputs may raise any type
         why = first_line(failure)
         if is_wanted:
             raise InputError(f"self_draft={form!r}: {why}") from failure
@@ -232,7 +232,7 @@ def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Com
 
 
 def _keep_copy(model: TreeModel) -> None:
-    """Release the weights of which a rank that only drafts has a copy: the model consists of the copy's modules."""
+    """On a draft-only rank: replace the model's modules by the copy's, which frees the original weights."""
     assert model.self_drafter is not None and isinstance(model.self_drafter.copy, LowBitCopy)
     made = model.self_drafter.copy
     model.model._modules.update(made.model._modules)
@@ -242,7 +242,7 @@ def _keep_copy(model: TreeModel) -> None:
 
 
 def _auto_form(model: TreeModel) -> Form:
-    """int4 where it is read as such, by products in C++: a pass takes three quarters of one in int8; else int8."""
+    """int4 if the C++ kernels multiply packed int4 (a pass takes three quarters of one in int8), else int8."""
     return "int4" if model.device.type == "cpu" and can_tile(model.model.dtype, 2) else "int8"
 
 
@@ -253,7 +253,7 @@ def _has_room(model: TreeModel, comm: Comm) -> bool:
 
 
 def _compile(model: TreeModel, like: KVCache, options: EngineOptions, decode: DecodeConfig) -> None:
-    """Compile the model and check it; a failure leaves steps as they were, unless `options` ask for compiling."""
+    """Compile the model and check it; after a failure steps run uncompiled, unless `options` ask for compiling."""
     model.compile()
     check_compiled(model, like, decode.max_batch_size)
     assert model.compiled is not None
@@ -262,7 +262,7 @@ def _compile(model: TreeModel, like: KVCache, options: EngineOptions, decode: De
 
 
 def _failure_of(action: Callable[[], None]) -> str | None:
-    """The line of an InputError that `action` raises, or None."""
+    """The message of an InputError that `action` raises, or None."""
     try:
         action()
     except InputError as error:
@@ -271,9 +271,9 @@ def _failure_of(action: Callable[[], None]) -> str | None:
 
 
 def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:
-    """Digests of what decides the bits of a sum, which exact mode needs to be equal on all ranks; zeros without it."""
+    """Digests of the machine properties that decide rounding, equal on all ranks in exact mode; zeros otherwise."""
     heights = model.adapter.heights
-    if not options.exact or heights is None:  # a failure has its own error line
+    if not options.exact or heights is None:  # another check reports the failure
         return dict.fromkeys((_KIND, _THREADS, _KERNELS), 0)
     is_gpu = model.device.type == "cuda"
     name = torch.cuda.get_device_name(model.device) if is_gpu else torch.backends.cpu.get_cpu_capability()

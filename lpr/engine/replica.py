@@ -1,7 +1,7 @@
-"""A replica of the job's state: what every rank holds and does alike, the driver included.
+"""The replicated state of a job, the same on every rank, and its transitions.
 
-Every rank applies the same commands after the same step. So a step is schedule, run, update, and nothing in it asks
-which rank this is, except for the shard that the rank evaluates.
+Every rank applies the same commands after the same step. A step is schedule, run, update; of these only `run` depends
+on the rank, by the shard that the rank evaluates.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lpr.sched.scheduler import Schedule, Scheduler
 
 
 class Replica(StepHooks):
-    """A model, its requests and what they draft from: the same on every rank, except for the K/V that a rank holds."""
+    """A model, its requests and their draft sources: the same on every rank, except for the K/V that a rank holds."""
 
     scheduler: Scheduler[Request]
     drafts: DraftIndexes
@@ -54,34 +54,34 @@ class Replica(StepHooks):
     max_length: int
     """Most tokens of a sequence, prompt included."""
     memory: str | None = None
-    """What a GPU's memory is for, as one line."""
+    """The use of a GPU's memory, as one line."""
 
     def __init__(self, loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm) -> None:
-        """Prepare and check a loaded model on all ranks of `comm` (`prepare`); a Configure command makes the rest."""
+        """Prepare and check a loaded model on all ranks of `comm`; a Configure command then creates the other parts."""
         self.loaded, self.options, self.comm = loaded, options, comm
         self.hooks = StepHooks()
         self.is_draining = False
         """True if further requests are refused."""
         self.closed: RuntimeError | None = None
-        """Why the engine takes no further step: the driver has ended the job, or this rank has failed."""
+        """The error of further calls, if the driver has ended the job or this rank has failed; else None."""
         self.is_whole = True
-        """False while requests, their pages or their K/V change: an exception then leaves them in part."""
+        """False while requests, their pages or their K/V change: an exception then leaves them inconsistent."""
         self.advanced: list[Request] = []
-        """Requests that were added to, or that ended, until `take_advanced`."""
+        """Requests with new tokens and requests that ended, since the last `take_advanced`."""
         self.new_times: StepTimes | None = None
-        """On the driver, after a step: the step times that all ranks should decide by from now on, if they differ."""
+        """On the driver, after a step: new step times to send to all ranks; None if unchanged."""
         self.sizer = Sizer(TreeSizes(), None, comm)
         self.pace: Pace | None = None
-        """Lets a prediction head rest, where sizes are automatic."""
+        """Decides when a prediction head rests, with automatic sizes; else None."""
         self._timed: tuple[Sequence[Request], Sequence[Outcome], float, float] | None = None
-        """The last step and its milliseconds, until the sizer has seen it."""
+        """The last step and its milliseconds, until the sizer has counted it."""
         self.drafting: DraftRank | None = None
-        """On a rank that only drafts, what it drafts by."""
+        """The drafter of a draft-only rank; None on other ranks."""
         self.model, self.like, given = prepare(loaded, decode, options, comm)
         self.parts = Parts(loaded, options, self.model, self.like)
         self.start_times = StartTimes(given, comm)
         self.turns = Turns()
-        """Taken by each thread that works on this replica or reads its requests."""
+        """The lock of all threads that change this replica or read its requests."""
         self.requests = RequestTable(loaded.tokenizer, loaded.eos_token_ids, self.model.device, self.turns)
         self.adapters = Adapters(None if comm.rank in comm.drafting else self.model)
         self.watch = Watch(self.model)
@@ -159,9 +159,9 @@ class Replica(StepHooks):
     # A step.
 
     def schedule(self) -> Schedule[Request]:
-        """Give free slots to waiting requests; what each running request does in the next step.
+        """Admit waiting requests to free slots; returns the work of the running requests in the next step.
 
-        Raises InputError if the model has changed in a way that this engine cannot follow.
+        Raises InputError if the model's weights have changed in a way that this engine does not support.
         """
         self.is_whole = False
         self.adapters.sweep(self.requests.open.values())
@@ -182,7 +182,7 @@ class Replica(StepHooks):
         return schedule
 
     def follow_model(self) -> None:
-        """Forget K/V that other weights computed; requests that have some end with an error."""
+        """If the model's weights have changed: drop all K/V, and end requests that have some with an error."""
         changed = self.watch.has_changed()
         self.model.adapter.trains = self.watch.trains
         if not changed:
@@ -211,7 +211,7 @@ class Replica(StepHooks):
             begin_passes(self.model, schedule.decoding, self.sizer.times)
         assert self.model.cache is not None
         self.model.cache.adapters = self.adapters.of_slots(self.scheduler.running, self.comm.rank)
-        # With the length of the shared index, a rank that has learned something else is found at once.
+        # Includes the length of the shared index, which detects a rank that has learned other documents.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
         what = schedule.decoding, schedule.filling, self.sizes, self.sizer.times
         plan = StepPlan(*what, digest, self.drafting, num_command_bytes)
@@ -228,11 +228,11 @@ class Replica(StepHooks):
     def end_phase(self, phase: str) -> None:
         """As StepHooks.end_phase."""
         self.hooks.end_phase(phase)
-        if phase == "gather":  # the last moment at which a step can be dropped
+        if phase == "gather":  # after this a step can no longer be dropped
             self.is_whole = False
 
     def while_busy(self) -> None:
-        """Finish what the last step left: nothing that decides what comes next."""
+        """Do the deferred work of the last step; no later decision of this step depends on it."""
         self.is_whole = False
         if self._timed is not None:
             batch, outcomes, ms, guess_ms = self._timed
@@ -243,7 +243,7 @@ class Replica(StepHooks):
                     self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)
             if self.drafting is None:
                 count_passes(self.model, outcomes, ms - guess_ms, self.sizes.num_nodes)
-            # A head or copy takes its time whatever the tree is: as the nodes' it would make all of them dearer.
+            # The time of a head or copy does not depend on the tree; counted in, it would raise the price of all nodes.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
         for request in self.scheduler.running:
             request.catch_up()
@@ -251,7 +251,7 @@ class Replica(StepHooks):
         self.hooks.while_busy()
 
     def update(self, schedule: Schedule[Request], outcomes: Sequence[Outcome]) -> None:
-        """Feed a step's results to its requests; finished ones give their slots back."""
+        """Pass a step's results to its requests; finished ones release their slots."""
         batch = schedule.decoding
         for request, _ in schedule.filling:
             request.stats.num_fill_steps += 1
@@ -271,9 +271,9 @@ class Replica(StepHooks):
         self.is_whole = True
 
     def recover(self, failure: BaseException) -> None:
-        """After an exception that has left the state in part: end the requests that ran, and forget all K/V.
+        """After an exception that left the state inconsistent: end the running requests, and drop all K/V.
 
-        Requests without a slot wait on. If this is interrupted, it can be called again.
+        Waiting requests stay in the queue. If this is interrupted, it can be called again.
         """
         table, cache = self.requests, self.model.cache
         assert cache is not None
@@ -290,7 +290,7 @@ class Replica(StepHooks):
 
     def _abandon(self, requests: Iterable[Request], failure: BaseException) -> None:
         error = None
-        if isinstance(failure, Exception):  # others end the program, or the call
+        if isinstance(failure, Exception):  # a BaseException ends the program or the call
             error = f"an exception ended its step: {type(failure).__name__}: {first_line(failure)}"
         for request in requests:
             request.abandon(error)
@@ -299,12 +299,12 @@ class Replica(StepHooks):
             self.requests.announced.pop(request.id, None)
 
     def take_advanced(self) -> list[Request]:
-        """The requests that were added to, or that ended, since the last call."""
+        """The requests with new tokens and those that ended, since the last call."""
         advanced, self.advanced = self.advanced, []
         return advanced
 
     def new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
-        """The decoding state of a request that begins to run with so many computed tokens per rank."""
+        """The decoding state of a request that starts with `computed` tokens' K/V per rank."""
         source, stop_ids = self.drafts.source(request, self.scheduler.running), request.text_stream.stop_ids
         known = request.tokens, request.params, self.sizes, self.comm.size, source, computed
         state = SequenceState(*known, request.longest, stop_ids, request.prediction, request.num_prompt)
@@ -312,7 +312,7 @@ class Replica(StepHooks):
         return state
 
     def _release(self, request: Request) -> None:
-        """Learn from a request's output, and take its pages."""
+        """Learn a request's output, and release its pages."""
         if self.sizes.trie_nodes:
             self.drafts.learn_output(request, self.scheduler.running)
         self.scheduler.finish(request, keep=request.is_sound)
@@ -320,7 +320,7 @@ class Replica(StepHooks):
         request.state = None
 
     def _move(self) -> None:
-        """Bring this rank's cache to what the scheduler has decided."""
+        """Apply the scheduler's page moves to this rank's cache."""
         cache, rank = self.model.cache, self.comm.rank
         assert cache is not None
         follow(cache, self.scheduler.take_moves()[rank], self.scheduler.placement.take_tables(rank))
@@ -339,7 +339,7 @@ class Replica(StepHooks):
         self.set_up(decode, sizes, times, self.comm, keep_drafts)
 
     def _with_survivors(self, action: Callable[[], None]) -> None:
-        """Let all ranks do something; if a rank is lost meanwhile, the others begin again, on all of them alike."""
+        """Run a collective action; if a rank is lost in it, the remaining ranks run it again."""
         while True:
             try:
                 return action()
@@ -355,9 +355,9 @@ class Replica(StepHooks):
         keep_drafts: bool = False,
         given: PoolSize | None = None,
     ) -> None:
-        """Make everything whose size `decode` decides; raises InputError on all ranks of `comm` if one has no room.
+        """Create everything whose size depends on `decode`; raises InputError on all ranks of `comm` if one lacks room.
 
-        `given` is the pool's size in a mesh that runs already.
+        `given` is the pool's size in a running mesh, for a rank that joins.
         """
         self.decode, self.sizes = decode, sizes
         if not keep_drafts or self.drafts.capacity_tokens != sizes.trie_capacity:
@@ -372,14 +372,14 @@ class Replica(StepHooks):
             self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
 
     def _fit_mesh(self, times: StepTimes | None) -> None:
-        """Make what depends on the number of ranks; `times` decide, None where sizes are fixed."""
+        """Create everything that depends on the number of ranks; `times` are None if sizes are fixed."""
         limits, num_serving, num_slots = self.scheduler.limits, self.comm.num_serving, self.scheduler.limits.num_slots
         carries_trees = self.comm.num_drafting > 0 or self.decode.carries_trees(num_serving)
-        if self.comm.num_drafting:  # which have drafts of all requests
+        if self.comm.num_drafting:  # draft ranks draft for all requests
             num_slots = limits.capacity
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
-        # Ranks of a replica run the head together, so none of them may let it rest by its own clock.
+        # The tp ranks of a replica run the head together, so none may pause it by its own clock.
         has_pace = times is not None and self.sizes.num_guesses and self.comm.tp_size == 1
         self.pace, self.model.rests = Pace() if has_pace else None, False
         if self.model.self_drafter is not None:
@@ -390,15 +390,15 @@ class Replica(StepHooks):
             limits.join_chunk = max(SHORTEST_FILL, times.critical_length())
             targets = decode.first_token_ms or math.inf, decode.per_token_ms or math.inf
             num_nodes = self.sizes.num_nodes // num_serving
-            sizer = self.sizer  # not by way of `self`: in a cycle, a dropped engine would keep its K/V
+            sizer = self.sizer  # not `self`: a reference cycle would keep a dropped engine's K/V
             limits.decide_by(lambda: cast(StepTimes, sizer.times), num_nodes, *targets)
 
     # The mesh.
 
     def adopt_mesh(self) -> None:
-        """Go on with the ranks that there are now. Weights and K/V stay; the drafting state of requests begins anew.
+        """Continue with the present ranks. Weights and K/V are kept; the drafting state of requests is reset.
 
-        The result is the same on all ranks, also on those that had begun a step which others had not.
+        The result is the same on all ranks, also if some had begun a step that others had not.
         """
         assert self.comm.membership is not None
         kept = self.comm.membership.adopt()

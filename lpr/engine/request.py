@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 MODEL_SOURCE = "model"
-"""Source of a token that no draft named: the model's own at the end of a step."""
+"""Source of a bonus token, which the model itself chose."""
 LATE = 16
-"""Steps whose tokens may wait for their chunk, which then is one for all of them."""
+"""Most steps whose tokens wait to be put into one chunk."""
 UNKNOWN_SOURCE = "unknown"
 """Source of a token that is sent again."""
 
@@ -48,7 +48,7 @@ class Completion:
     """`stop` (end of text or a stop string), `length` (max_new_tokens), `abort` or `error`."""
     stats: DecodeStats
     error: str | None = None
-    """Why the request ended early, in one line; ids and text are those before it."""
+    """The error that ended the request, in one line; ids and text are those before it."""
     logprobs: list[TokenLogprobs] | None = None
     """Per token id, if SamplingParams asked for them."""
 
@@ -80,10 +80,10 @@ class Request:
     ) -> None:
         """The request that a command describes, with its delivered tokens as output; raises InputError."""
         self.turns = turns or Turns()
-        """Of the engine, whose steps write to this."""
+        """The lock of the engine, whose steps write to this request."""
         self.id, self.prompt, self.params, self.num_prompt = command.id, prompt, command.params, command.num_prompt
         self.tokens = list(command.token_ids)
-        """Prompt and output: the only list of them; `state` extends it."""
+        """Prompt and output; `state` extends this list."""
         self.longest = self.num_prompt + self.params.max_new_tokens
         """Most tokens of prompt and output."""
         self.priority, self.arrived, self._command = command.priority, command.arrived, command
@@ -96,59 +96,59 @@ class Request:
         stop_ids = self.text_stream.stop_ids
         self.processors = Processors.of(self.params, self.num_prompt, stop_ids, device, processors, tokenizer)
         self.is_portable = not processors
-        """False if it has processors of the caller: they are code, so only a rank that submitted it can go on."""
+        """False if it has processors of the caller: only a rank that submitted them can continue the request."""
         self.is_plain = self.params.temperature == 0 and self.processors is None and self.params.logprobs is None
-        """True if each next token is the likeliest one, without processors and log-probabilities."""
+        """True for greedy decoding without processors and log-probabilities."""
         self.predicted = command.predicted
-        """Tokens drafted from the prediction, and those of them in the output, up to the last `collect`."""
+        """Tokens drafted from the prediction, and the accepted ones of them, up to the last `collect`."""
         self.finish_reason: str | None = None
-        """None while the request goes on, then as in Completion."""
+        """None while the request is unfinished, then as in Completion."""
         self.error: str | None = None
         self.state: SequenceState | None = None
-        """Its decoding state while it runs and so holds a slot."""
+        """Its decoding state while it holds a slot; else None."""
         self.slots: list[int] = []
         """Per rank while it runs: its place in the batch, -1 where it has none."""
         self.admission = 0
         """Number of its admission."""
         self.care_at = 0
-        """Tokens from which on the scheduler has to see to its pages."""
+        """The length at which the scheduler must check its pages (Scheduler.care_at)."""
         self.num_preempted_tokens = 0
-        """Tokens whose K/V it had when it was preempted, until it runs again."""
+        """Number of its computed tokens when it was preempted, until it runs again."""
         self._homes: list[int] = []
         self.num_cached_tokens = 0
-        """Tokens whose K/V others had computed."""
+        """Tokens whose K/V came from the prefix cache."""
         self.arrived_ms = 0.0
-        """When it came, on the clock of the scheduler's targets."""
+        """Time of its arrival, on the clock of the scheduler's targets."""
         self._stats, self._logprobs = DecodeStats(), list[TokenLogprobs]()
         self._outcomes: list[Outcome] = []
-        """Of steps since the last `collect`."""
+        """Outcomes of the steps since the last `collect`."""
         self._chunks: deque[Chunk] = deque()
         self._unwritten: list[Chunk] = []
         _, self.finish_reason = self.text_stream.extend(self.token_ids)
         self._num_characters = len(self.text_stream.take())
-        """Of text in chunks so far, or delivered before."""
+        """Characters of text in chunks so far, or delivered by an earlier run."""
         self._delivered = (self.num_output, self._num_characters)
-        """Tokens that were delivered before, and the characters of their text."""
+        """Tokens delivered by an earlier run, and the characters of their text."""
         self._num_added = self.num_output
-        """Tokens in chunks so far, or delivered before."""
+        """Tokens in chunks so far, or delivered by an earlier run."""
         self._had_nan = False
-        """True after logits that were not numbers."""
+        """True if the last step had NaN logits."""
         self._is_over = False
-        """True if it has its last chunk."""
+        """True if the last chunk was made."""
         self._is_changing = False
-        """True while its chunks are made, and for ever if that was interrupted: some of them are lost."""
+        """True while its chunks are made; it stays True if that was interrupted, and chunks were lost."""
 
     @property
     @in_turn
     def submit(self) -> Submit:
-        """The command that submits this request as it is now."""
+        """The command that submits this request with its present output."""
         self.collect()
         now = {"token_ids": list(self.tokens), "arrived": self.arrived, "predicted": self.predicted}
         return msgspec.structs.replace(self._command, **now)
 
     @property
     def prediction(self) -> list[int]:
-        """Tokens that the output is expected to follow where it can."""
+        """Tokens that the output is expected to follow."""
         return self._command.prediction
 
     @property
@@ -204,7 +204,7 @@ class Request:
 
     @property
     def is_sound(self) -> bool:
-        """True unless its K/V may be NaN: it has failed, or its first token was not a number and is tried again."""
+        """False if its K/V may contain NaN: it failed, or the logits of its first token were NaN and are retried."""
         return self.error is None and (self.num_output > 0 or not self._had_nan)
 
     @property
@@ -223,17 +223,17 @@ class Request:
 
     @property
     def usage(self) -> Usage:
-        """The work that decoding it has taken so far."""
+        """The counts of its decoding work so far."""
         return self.stats.usage(min(self.num_cached_tokens, self.num_prompt))
 
     def resume(self, stats: DecodeStats, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Go on from another rank's counts."""
+        """Continue from another rank's counts."""
         self._stats, self._logprobs = stats, list(logprobs)
 
     @property
     @in_turn
     def chunks(self) -> deque[Chunk]:
-        """What steps added since the last `take`, which completes their text."""
+        """The chunks since the last `take`, which completes their text."""
         self.collect()
         return self._chunks
 
@@ -247,12 +247,12 @@ class Request:
 
     @in_turn
     def resend(self, num_tokens: int) -> Chunk:
-        """The output behind the first `num_tokens` tokens as one chunk, for a receiver of whole chunks."""
+        """The output after the first `num_tokens` tokens as one chunk, for a receiver of whole chunks."""
         ids, (num_known, at) = self.token_ids[num_tokens:], self._delivered
-        if num_tokens != num_known:  # of a driver that was lost
+        if num_tokens != num_known:  # chunks of a lost driver
             known = self._new_stream()
             known.extend(self.token_ids[:num_tokens])
-            at = len(known.take())  # the text that comes with these tokens, wherever steps ended
+            at = len(known.take())  # the text of these tokens, independent of the steps' ends
         chunk = Chunk(self.id, ids, self.text_stream.taken[at:], start=num_tokens, start_character=at)
         chunk.predicted = self.predicted
         if self.params.logprobs is not None:
@@ -268,13 +268,13 @@ class Request:
             self.collect()
 
     def catch_up(self) -> None:
-        """While the device is busy: make chunks and text that nobody has wanted for long; raises for output in part."""
+        """While the device is busy: make overdue chunks and text; raises if the output is incomplete."""
         if len(self._outcomes) >= LATE or self._is_changing:
             self.write()
             self._stats.count_nodes()
 
     def collect(self) -> None:
-        """Count the steps since the last call and make their chunks, without text; one chunk where none tells more."""
+        """Count the steps since the last call and make their chunks, without text; merged unless details are wanted."""
         if self._outcomes:
             self._begin_change()
             for outcome in self._outcomes:
@@ -293,7 +293,7 @@ class Request:
         self._is_changing = True
 
     def _emit(self, outcome: Outcome, tokens: list[int]) -> None:
-        """Add the tokens of a step, and of those before it, up to the end of the request; later ones are dropped."""
+        """Add `tokens`, those of a step and of earlier uncollected ones, up to the request's end; drop later ones."""
         path = outcome.concluded.path
         taken, self.finish_reason = self.text_stream.extend(tokens)
         del self.tokens[len(self.tokens) - len(tokens) + taken :]
@@ -315,7 +315,7 @@ class Request:
             chunk.sources = [*named, MODEL_SOURCE][:taken]
         self._unwritten.append(chunk)
         self._add(chunk)
-        if self.params.stop:  # the tokens are decoded, and a chunk has the text of its own ones
+        if self.params.stop:  # the search for stops has decoded the tokens, so the chunk gets their text
             self._write_texts()
 
     def _add(self, chunk: Chunk) -> None:
@@ -325,14 +325,14 @@ class Request:
             chunk.usage = self._stats.usage(min(self.num_cached_tokens, self.num_prompt))
             chunk.failure = Failure(ErrorCode.GENERATION_FAILED, self.error) if self.error is not None else None
         self._logprobs += chunk.logprobs or ()
-        self._chunks.append(chunk)  # what follows is found again in it by `abandon`
+        self._chunks.append(chunk)  # `abandon` restores the following state from it
         self._num_added += len(chunk.token_ids)
         self._is_over = chunk.finish_reason is not None
 
     def abandon(self, error: str | None) -> None:
-        """End the request after an exception that may have left its last step in part: what is in no chunk is dropped.
+        """End the request after an exception that may have left its last step incomplete; drops tokens in no chunk.
 
-        It ends by `error`, or is aborted without one. A request that has its last chunk stays as it is, unless the
+        It ends by `error`, or is aborted if that is None. A request with its last chunk is not changed, unless the
         exception came while its text was made.
         """
         self.state = None
@@ -349,7 +349,7 @@ class Request:
             last = self._chunks[-1]
             last.finish_reason = last.stop_reason = last.usage = last.failure = None
         if not self._is_changing:
-            with suppress(Exception):  # of a tokenizer
+            with suppress(Exception):  # errors of a tokenizer
                 self.write()
         for chunk in self._unwritten:  # their text is lost
             chunk.text, chunk.start_character = "", self._num_characters
@@ -369,7 +369,7 @@ class Request:
         self._add(Chunk(self.id, [], text, start=self.text_stream.num_tokens, start_character=self._num_characters))
 
     def write(self) -> None:
-        """Make the text of the chunks since the last call: work that can wait until the device is busy."""
+        """Make the text of the chunks since the last call; can be deferred until the device is busy."""
         self.collect()
         if self._unwritten:
             self._begin_change()
@@ -377,17 +377,17 @@ class Request:
             self._is_changing = False
 
     def _write_texts(self) -> None:
-        """Complete chunks by the text of their tokens; one without tokens by all that is left."""
+        """Add the text of their tokens to chunks; a chunk without tokens gets the rest."""
         at = self._num_characters
         for chunk in self._unwritten:
             chunk.text, chunk.start_character = self.text_stream.take(len(chunk.token_ids) or None), at
             at += len(chunk.text)
-        self._num_characters, self._unwritten = at, []  # no call between the two: an exception finds both done, or none
+        self._num_characters, self._unwritten = at, []  # one statement, so that an exception cannot come between
 
     def _fail(self, concluded: Conclusion) -> None:
-        """End a request without a next token, on every rank; the ranks that ran its processor know the cause.
+        """End a request without a next token, on every rank; only ranks that ran its processor know the cause.
 
-        After logits that are not numbers the step is repeated once without a draft, which may have caused them.
+        After NaN logits the step is first repeated without a draft, which may have caused them.
         """
         if concluded.failure == NOT_A_NUMBER:
             if len(concluded.tree) > 1:
@@ -397,7 +397,7 @@ class Request:
         else:
             owner = [concluded.path[-1] in shard.owned for shard in concluded.shards].index(True)
             known = self.processors.failure if self.processors is not None else None
-            if known is not None and len(concluded.shards) > 1:  # what another rank knows does not reach rank 0's users
+            if known is not None and len(concluded.shards) > 1:  # another rank's message does not reach rank 0's users
                 log.warning("request %s: %s", self.id, known)
             self.error = known or f"a logits processor failed on rank {owner}, whose log says how"
         self.finish_reason = "error"

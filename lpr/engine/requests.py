@@ -1,4 +1,4 @@
-"""The requests of a replica by their ids, and the checks that one must pass before it is submitted."""
+"""The requests of a replica by id, and the validation of new ones."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class RequestTable:
         """An empty table; requests are made for this tokenizer, and their masks on `device`."""
         self._turns = turns or Turns()
         self.open: dict[RequestId, Request] = {}
-        """Submitted and not finished, the same on every rank."""
+        """Submitted, unfinished requests; the same on every rank."""
         self.announced: dict[RequestId, Request] = {}
-        """Made by this rank's own program; their Submit command has not been applied yet."""
+        """Requests created by this rank's own program whose Submit command has not been applied yet."""
         self.next_id = 0
         self._facts = tokenizer, eos_token_ids, device
 
     def make(self, command: Submit, prompt: Prompt | None = None, processors: Sequence[Processor] = ()) -> Request:
-        """The request that a command describes; `prompt` is what its Completion shows, by default the ids."""
+        """The request of a command; `prompt` is that of its Completion, by default the ids."""
         prompt = prompt if prompt is not None else command.token_ids[: command.num_prompt]
         return Request(command, prompt, *self._facts, processors, self._turns)
 
@@ -47,7 +47,7 @@ class RequestTable:
         return begin(grammar, self._facts[0], vocab_size)
 
     def new(self, command: Submit, prompt: Prompt | None = None, processors: Sequence[Processor] = ()) -> Request:
-        """The same for a new request; raises InputError if its id is in use."""
+        """As `make`, for a new request; raises InputError if its id is in use."""
         if command.id in self.open or command.id in self.announced:
             raise InputError(f"request id {command.id!r} is in use")
         request = self.make(command, prompt, processors)
@@ -55,14 +55,15 @@ class RequestTable:
         return request
 
     def count(self, id: RequestId) -> None:
-        """Hand out later numbers than `id` from now on."""
+        """Make sure that later generated ids are greater than `id`."""
         if isinstance(id, int):
             self.next_id = max(self.next_id, id + 1)
 
     def submit(self, command: Submit) -> Request:
-        """Open the request of a command: the announced one where this rank's program has made it.
+        """Open the request of a command: the announced one if this rank's program created it.
 
-        Raises DesyncError if that one differs, InputError if the request needs processors and was not announced.
+        Raises DesyncError if the announced one differs, InputError if the request needs processors and was not
+        announced.
         """
         self.count(command.id)
         request = self.announced.pop(command.id, None)
@@ -95,7 +96,7 @@ def encode_prediction(prediction: Prompt | None, tokenizer: Any | None, vocab_si
 
 
 def _encode(text: Prompt, tokenizer: Any | None, vocab_size: int, name: str, **options: bool) -> list[int]:
-    """The token ids of a text, by the tokenizer with these options, or as they are given; raises InputError."""
+    """The token ids of a text, encoded with these options, or the given ids; raises InputError."""
     if not isinstance(text, str):
         return checked_ids(text, vocab_size, f"a {name} is text or a list of token ids")
     if tokenizer is None:
@@ -108,7 +109,7 @@ def _encode(text: Prompt, tokenizer: Any | None, vocab_size: int, name: str, **o
 
 
 def checked_ids(given: Sequence[int], vocab_size: int, rule: str) -> list[int]:
-    """Token ids that come from outside as a list; raises InputError, by a `rule`, unless all are in the vocabulary."""
+    """Token ids of a caller as a list; raises InputError with the text `rule` unless all are in the vocabulary."""
     try:
         ids = [operator.index(token) for token in given]
     except TypeError:
@@ -125,7 +126,7 @@ def check_history(history: np.ndarray, vocab_size: int) -> None:
 
 
 def check_request(command: Submit, max_length: int, vocab_size: int) -> None:
-    """Raise InputError for a request that an engine of these limits cannot complete."""
+    """Raise InputError for a request that an engine with these limits cannot complete."""
     num_prompt, params, priority = command.num_prompt, command.params, command.priority
     if num_prompt + params.max_new_tokens > max_length:
         raise InputError(
@@ -136,7 +137,7 @@ def check_request(command: Submit, max_length: int, vocab_size: int) -> None:
         raise InputError(f"priority={priority!r} must be a whole number of 64 bits")
     if not 0 < command.weight < math.inf:
         raise InputError(f"weight={command.weight!r} must be a number above 0")
-    if command.tenant.startswith("\0"):  # as those of requests with adapters do
+    if command.tenant.startswith("\0"):  # reserved for requests with adapters
         raise InputError("a tenant does not begin with a zero character")
     biased = [token for token, _ in params.logit_bias]
     for name, tokens in (("logit_bias", biased), ("forced_ids", params.forced_ids)):

@@ -1,7 +1,7 @@
-"""Sizing: how large trees become, by step times that are measured at the start and follow the steps.
+"""Sizing: tree sizes by step times, which are measured at the start and updated by the measured steps.
 
-All ranks decide by rank 0's step times, so that other clocks change nothing. Rank 0 follows the time of its steps, and
-now and then sends its step times to all ranks, itself included, as a command.
+All ranks use rank 0's step times, so that different clocks have no effect. Rank 0 measures its steps and from time to
+time sends new step times to all ranks, itself included, as a command.
 """
 
 from __future__ import annotations
@@ -27,40 +27,42 @@ from lpr.native import Budgets
 
 FIRST_TOKENS, FIRST_STEPS = 2.0, 4
 """Expected tokens of a new request's step, and the number of steps for which that counts."""
-SHARE_EVERY = 16  # least steps between two times that rank 0 sends its step times
-SAMPLE_PLAIN = 4  # of plain steps, which are all alike, one in so many is counted: 0.05 ms is much for a step of 3 ms
-SHARE_PART = 0.05  # least relative change of a time that is sent
-LONGEST_STEP = 4.0  # automatic sizes end where a step takes this many times as long as one that evaluates one token
-FEWEST_NODES = 16  # least nodes per rank of automatic sizes: a draft that is sure of itself pays almost anywhere
-ROUNDS = 6  # times that each number of nodes is timed
+SHARE_EVERY = 16  # least number of steps between two updates of the step times by rank 0
+SAMPLE_PLAIN = 4  # one in this many plain steps is counted: they are alike, and counting takes 0.05 of about 3 ms
+SHARE_PART = 0.05  # least relative change of step times that is sent
+LONGEST_STEP = 4.0  # longest step of automatic sizes, relative to a step of one token
+FEWEST_NODES = 16  # least nodes per rank of automatic sizes: a draft of high probability pays almost anywhere
+ROUNDS = 6  # measurements of each number of nodes
 CHEAP = 2.0
-"""After the first round, numbers of nodes that take longer than this many times a single token are timed no more."""
-ENOUGH = 0.5  # seconds, per batch size, after which no further round begins: steps correct what is measured
-LONGEST = 0.5  # seconds of the first round, per cached length, after which no larger tree is tried
-STEEPEST = 8.0  # no larger tree is tried after one that takes this many times as long as a single token
+"""After the first round, only numbers of nodes up to this many times the time of a single token are measured again."""
+ENOUGH = 0.5  # seconds, per batch size, after which no further round begins: later steps correct the result
+LONGEST = 0.5  # seconds of the first round, per cached length, after which no larger tree is measured
+STEEPEST = 8.0  # no larger tree is measured after one that takes this many times the time of a single token
 FEWEST, MOST_ROUNDS, LONGER = 3, 24, 0.15
-"""The smallest numbers of tokens, and how often and for how many further seconds each batch size times them.
+"""The FEWEST smallest numbers of tokens are measured up to MOST_ROUNDS times, for up to LONGER further seconds per
+batch size.
 
-Whether a first node pays is a matter of a few percent. An engine that takes it for free drafts in every step, and does
-not see again what a step without nodes takes."""
-AGREE = 1.25  # the two shortest times of a number of nodes agree if they differ by no more than this factor
+Whether the first node pays is a matter of a few percent. If it is underestimated, every step drafts, and a step without
+nodes is never measured again."""
+AGREE = 1.25  # two measurements agree if they differ by at most this factor
 PATIENCE = 1.5
-"""Seconds, per batch size, after which no further round begins though the times of a cheap tree do not agree."""
+"""Seconds, per batch size, after which no further round begins even if the times of a cheap tree do not agree."""
 BATCHES = (1, 8, 16)
-"""Measured batches. Larger ones are taken to cost as much more per sequence, and steps correct it.
+"""Measured batch sizes. Times of larger ones are extrapolated linearly, and steps correct them.
 
-The first node of a step costs more than others, as candidates are ranked from it on: only a measured batch shows it.
-On a GPU, where each takes memory and graphs, the last one is left out."""
+The first node of a step costs more than further ones, because candidates are then ranked; only a measurement per batch
+size shows this. On a GPU, where each batch size takes memory and graphs, the last one is left out."""
 BATCH_KNOTS = tuple(knot for knot in KNOTS if knot == 17 or knot & (knot - 1) == 0)
-"""Numbers of tokens that a batch is timed at; between them it takes as much more than a single sequence."""
+"""Numbers of tokens measured for a batch; between them its difference to a single sequence is interpolated."""
 LENGTHS = (SHORTEST_KV, 4 * SHORTEST_KV)
-"""Measured cached lengths: with the text, attention makes nodes dearer, and a single token hardly.
+"""Measured cached lengths: attention makes nodes more expensive as the text grows, but hardly a single token.
 
-At those after the first, the fewest and the most tokens are timed: what attention adds is linear between them."""
+At lengths after the first, only the fewest and the most tokens are measured: the added time is linear between them."""
 
 
 def resolve_sizes(decode: DecodeConfig, times: StepTimes | None, num_ranks: int) -> TreeSizes:
-    """The sizes of `decode` in numbers; automatic ones end where a step takes too much longer than one token."""
+    """The sizes of `decode` with automatic ones resolved to the largest whose step is at most LONGEST_STEP times one
+    token's."""
     if times is None:
         return decode.resolved(num_ranks)
     longest = max(FEWEST_NODES, times.longest(LONGEST_STEP))
@@ -68,12 +70,12 @@ def resolve_sizes(decode: DecodeConfig, times: StepTimes | None, num_ranks: int)
 
 
 class Sizer:
-    """The budgets of an engine's steps and, where sizes are automatic, the step times that all ranks decide by."""
+    """The budgets of an engine's steps and, with automatic sizes, the replicated step times."""
 
     def __init__(self, sizes: TreeSizes, times: StepTimes | None, comm: Comm, follow: bool = True) -> None:
-        """Trees of these sizes: all of their nodes in every step or, by step `times`, those that pay.
+        """Trees of up to these sizes: always full, or with step `times` only the nodes that pay.
 
-        With `follow` False these times stay.
+        With `follow` False the times are not updated.
         """
         self._longest_tree = sizes.num_nodes
         self._tracker = StepTimesTracker(times) if times is not None and follow and is_driver(comm) else None
@@ -85,7 +87,7 @@ class Sizer:
 
     @property
     def times(self) -> StepTimes | None:
-        """The step times that all ranks decide by, the same on each of them; None where sizes are fixed."""
+        """The replicated step times; None if sizes are fixed."""
         return self._times
 
     @times.setter
@@ -100,10 +102,10 @@ class Sizer:
         waiting: Sequence[Request] = (),
         spent_ms: float = 0.0,
     ) -> None:
-        """Set the price of the nodes of a step, by its requests, by those that wait for it and by other ranks' load.
+        """Set the price of a step's nodes by its requests, by the requests that wait for it and by other ranks' load.
 
-        `spent_ms` has been spent on the step's drafts already, as far as all ranks know: nodes are cheaper beside it.
-        The requests of `waiting` have begun and get no token in this step: their prompts wait for the nodes of others.
+        `spent_ms` (replicated) was spent on the step's drafts already, which lowers the relative price of nodes. The
+        requests of `waiting` were admitted and get no token in this step, so the nodes of others delay their prompts.
         """
         if self._times is None or not batch:
             self.budgets.begin_step({})
@@ -124,7 +126,7 @@ class Sizer:
         if self._num_ranks > 1:
             self._work = work = _work_of(batch, filling, self._num_ranks)
             expected: dict[tuple[int, ...], float] = {}
-            if len(by_homes) > 1:  # the statistics would wait for the device
+            if len(by_homes) > 1:  # the load statistics are needed only with several sets of home ranks
                 expected = {homes: total([*map(_tokens_per_step, members)]) for homes, members in by_homes.items()}
             for homes, (times, _) in prices.items():
                 own, others = max(work.fills[rank] for rank in homes), self.load.others(work, homes)
@@ -135,20 +137,20 @@ class Sizer:
         self.budgets.begin_step(prices)
 
     def end_step(self, loads: Sequence[int]) -> None:
-        """Count the tokens that each rank has evaluated for the batch of `begin_step`."""
+        """Count the tokens that each rank evaluated for the batch of `begin_step`."""
         if self._work.served:
             self.load.observe(self._work, loads)
             self._work = Work([], [], [])
 
     def observe(self, batch: Sequence[Request], outcomes: Sequence[Outcome], milliseconds: float) -> StepTimes | None:
-        """Count the time of a step of `batch`; on rank 0, now and then returns the step times to send to all ranks.
+        """Count the time of a step of `batch`; on rank 0, returns new step times to send to all ranks if they are due.
 
-        A step that evaluated a prompt is another kind of step and does not count.
+        A step that evaluated a prompt does not count.
         """
         if self._tracker is None or self.times is None:
             return None
         loads, num_rows = outcomes[0].num_entries, len(batch)
-        busiest = max(range(len(loads)), key=loads.__getitem__)  # the others waited for it
+        busiest = max(range(len(loads)), key=loads.__getitem__)  # the other ranks waited for it
         count = loads[busiest]
         if len(loads) > 1:
             num_rows = sum(bool(outcome.concluded.shards[busiest].nodes) for outcome in outcomes)
@@ -208,8 +210,8 @@ def measure_step_times(
 ) -> tuple[StepTimes, bool]:
     """Rank 0's step times of trees up to `max_nodes` nodes on each rank; the model's cache is replaced.
 
-    They have a row for one sequence and one for a batch, at each of `lengths` up to `max_length` and at least one. Also
-    returns whether repeated times agree: if not, another program disturbs the machine, and they are a guess.
+    They have a row per measured batch size, at each of `lengths` up to `max_length` and at least one. Also returns True
+    if repeated measurements agree; if not, another program disturbs the machine, and the times are unreliable.
     """
     lengths = [kv for kv in lengths if kv <= max_length] or [max_length]
     rows: dict[Key, list[float]] = {}
@@ -226,10 +228,10 @@ def measure_step_times(
 
 
 def _row_of_batch(times: dict[int, float], single: list[float], batch: int) -> list[float]:
-    """The row of a batch by some `times` of it, and by the row of a `single` sequence.
+    """The row of a batch, from some `times` of it and from the row of a `single` sequence.
 
-    Times below its least number of tokens, which smaller batches interpolate, are those of a single sequence and the
-    constant difference: no step of this batch is as small.
+    Below the batch's least number of tokens (one per sequence) the row is that of a single sequence plus a constant;
+    it only serves to interpolate smaller batches.
     """
     alone = {knot: ms for knot, ms in zip(KNOTS, single, strict=True) if batch < knot <= max(times)}
     whole = _with_more({batch: interpolate(single, batch), **alone}, times)
@@ -241,12 +243,11 @@ def _row_of_batch(times: dict[int, float], single: list[float], batch: int) -> l
 def _measure(
     model: TreeModel, like: KVCache, comm: Comm, batch: int, max_nodes: int, lengths: Sequence[int]
 ) -> tuple[dict[int, dict[int, float]], bool]:
-    """Milliseconds of a batch by the cached tokens of each sequence and the number of tokens; and whether they agree.
+    """Milliseconds of a batch by cached length and number of tokens; and True if repeated measurements agree.
 
-    The shortest of several times counts, since whatever else runs on the machine makes a forward longer and nothing
-    makes it shorter. The cheap trees are timed most often: decisions between them are about a tenth of their time.
-    Ranks of a tensor-parallel replica compute a forward together, so all ranks run the same ones: rank 0's time of each
-    forward decides whether to go on.
+    The shortest of several times counts, because other programs can only make a forward longer. Cheap trees are timed
+    most often: decisions between them depend on about a tenth of their time. The ranks of a tensor-parallel replica
+    compute a forward together, so all ranks run the same forwards: rank 0's times decide whether to continue.
     """
     model.allocate(batch, max(lengths), max_nodes, like)
 
@@ -260,7 +261,7 @@ def _measure(
     sizes = {first: counts}
     shortest: dict[int, dict[int, list[float]]] = {kv: {} for kv in lengths}
     spent, number, agree = 0.0, 0, False
-    time_forward(model, batch, batch, first)  # the first forward of all sets libraries up
+    time_forward(model, batch, batch, first)  # the first forward initialises libraries
     while number < 2 or (number < ROUNDS and spent < ENOUGH * 1e3) or (not agree and spent < PATIENCE * 1e3):
         for kv in lengths:
             round_began, times = spent, shortest[kv]
@@ -293,15 +294,15 @@ def _measure(
 
 
 def _with_more(base: dict[int, float], times: dict[int, float]) -> dict[int, float]:
-    """`base`, milliseconds by numbers of tokens, and what `times`, at some of these numbers, add: linear between."""
+    """`base` (milliseconds by number of tokens) plus the interpolated difference to `times` at some numbers."""
     more, least = [ms - base[count] for count, ms in times.items()], min(times.values())
     return {count: max(least, ms + interpolate(more, count, [*times])) for count, ms in base.items()}
 
 
 def _timed_again(shortest: dict[int, list[float]]) -> list[int]:
-    """The numbers of tokens that are cheap, those whose times cannot be right (StepTimes.fault), and the largest.
+    """The numbers of tokens to measure again: cheap ones, implausible ones (StepTimes.fault), and the largest.
 
-    Of those that are not cheap no more than two times are needed that agree.
+    Numbers that are not cheap need only two measurements that agree.
     """
     counts, times = [*shortest], {count: least for count, (least, *_) in shortest.items()}
     late = [after for before, after in pairwise(counts) if times[after] > SLACK * -(-after // before) * times[before]]
@@ -310,7 +311,7 @@ def _timed_again(shortest: dict[int, list[float]]) -> list[int]:
 
 
 def _agree(shortest: Sequence[float]) -> bool:
-    """True if two shortest times, ascending, are what an undisturbed forward takes."""
+    """True if the two shortest times, ascending, agree within AGREE."""
     return len(shortest) == 2 and shortest[1] <= AGREE * shortest[0]
 
 
@@ -322,7 +323,7 @@ def time_forward(model: TreeModel, batch: int, count: int, kv: int) -> float:
     rows = []
     for slot in range(batch):
         size = count // batch + (slot < count % batch)
-        positions = [kv - 2] + [kv - 1] * (size - 1)  # a flat tree stays within few positions
+        positions = [kv - 2] + [kv - 1] * (size - 1)  # a flat tree spans few positions
         rows.append(Row(slot, kv - 2, [0] * size, [-1] + [0] * (size - 1), positions, size))
     selection = Selection.build([(SamplingParams(), row.positions.tolist()) for row in rows])
     began = time.perf_counter()

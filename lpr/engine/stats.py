@@ -22,7 +22,7 @@ class SourceCount:
 
 @dataclass
 class DecodeStats:
-    """Counts of one request, or of several added up."""
+    """Counts of one request, or the sum over several."""
 
     num_steps: int = 0
     """Decode steps: each emits at least one token."""
@@ -78,7 +78,7 @@ class DecodeStats:
             self._uncounted_roots += 1
 
     def count_nodes(self) -> None:
-        """Count the nodes of the steps since the last call: work that can wait until the device is busy."""
+        """Count the nodes of the steps since the last call; can be deferred until the device is busy."""
         for tree, path in self._uncounted:
             nodes = list(zip(tree.sources, tree.depths, strict=True))
             self.drafted.update(nodes)
@@ -90,7 +90,7 @@ class DecodeStats:
             self._uncounted_roots = 0
 
     def usage(self, num_cached: int) -> Usage:
-        """The counts as they are sent, of a request with `num_cached` prompt tokens in the prefix cache."""
+        """The counts as a message, for a request with `num_cached` prompt tokens from the prefix cache."""
         sources, depths = self.sources, Counter[int]()
         for (source, depth), count in self.accepted.items():
             if source != Source.ROOT:

@@ -1,9 +1,9 @@
-"""One decoding step, the same lines for greedy and sampling, for one rank and for many.
+"""One decoding step, the same code for greedy and sampling, and for one rank and many.
 
-A step drafts a token tree per sequence that this rank serves, cuts the trees to what pays, splits every tree over its
-home ranks, evaluates this rank's shards in one forward, gathers the results in the step's only collective, and walks
-the accepted path of every tree. There is no prefill and no decode phase: a sequence has a pending chain of committed
-tokens whose K/V the rank lacks, and it is longer or shorter.
+A step drafts a token tree per sequence that this rank serves, cuts the trees to the nodes that pay, splits every tree
+over its home ranks, evaluates this rank's shards in one forward, gathers the results in the step's only collective, and
+walks the accepted path of every tree. There is no prefill and no decode phase: a sequence has a pending chain of
+committed tokens whose K/V the rank lacks, of any length from 1.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ GREEDY = Selection.build([])  # the selection of a step without sampled requests
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did."""
+    """The result of one step."""
 
     outcomes: list[Outcome]  # per decoding request
-    num_command_bytes: int  # length of the commands that the driver has announced
+    num_command_bytes: int  # length of the commands that the driver broadcasts next
 
 
 def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: Budgets, hooks: StepHooks) -> StepResult:
@@ -53,7 +53,7 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     hooks.end_phase("forward")
     gathered = exchange.gather(draft, results, num_logprobs(plan.decoding), ahead.blocks)
     hooks.end_phase("gather")
-    # A step that has lost a rank is dropped: up to here it has changed nothing.
+    # If a rank was lost, the step is dropped: up to here no state has changed.
     concluded, moves = gathered.conclude(budgets)
     if plan.drafting is not None:
         plan.drafting.follow(plan, gathered, concluded)
@@ -69,7 +69,7 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
 
 
 def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candidates: int) -> StepDraft:
-    """Draft this rank's trees; all ranks draft the trees that they share alike."""
+    """Draft this rank's trees; ranks that share a tree draft it identically."""
     comm, digests = exchange.comm, None
     if comm.size * comm.tp_size > 1:
         complete = exchange.carries_trees or all([len(request.homes) == comm.size for request in plan.decoding])
@@ -83,7 +83,7 @@ def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candid
 
 
 def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]]:
-    """Per rank, which requests it serves, in the order of its slots."""
+    """Per rank, the requests that it serves, in the order of its slots."""
     if num_ranks == 1:
         return [list(range(len(batch)))]
     return [
@@ -96,9 +96,9 @@ def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]]:
 
 
 def shard_rows(batch: Sequence[Request], draft: StepDraft) -> list[Row]:
-    """This rank's part of a step, in the order of its slots.
+    """This rank's rows of a step, in the order of its slots.
 
-    Of each request that it serves its pending chain, which ends in the root, and its shard's nodes.
+    A row is the pending chain of a request, which ends in the root, and the nodes of this rank's shard.
     """
     return [
         Row.of(batch[index].slots[draft.rank], num_cached, entries, num_results)
@@ -109,7 +109,7 @@ def shard_rows(batch: Sequence[Request], draft: StepDraft) -> list[Row]:
 def forward(
     plan: StepPlan, model: TreeModel, draft: StepDraft, rows: Sequence[Row], fills: Sequence[Row]
 ) -> torch.Tensor | None:
-    """Evaluate this rank's rows and fill its pieces of pending chains; returns the results, None without rows."""
+    """Evaluate this rank's rows and prompt chunks; returns the results of the rows, None without rows."""
     if not rows:
         if fills:
             model.fill(fills)
@@ -122,14 +122,14 @@ def forward(
 
 
 def num_logprobs(batch: Sequence[Request]) -> int | None:
-    """The most alternatives whose log-probabilities a request asks for; None if no request asks for any."""
+    """The largest number of alternative log-probabilities that a request asks for; None if no request asks for any."""
     return max([each.params.logprobs for each in batch if each.params.logprobs is not None], default=None)
 
 
 def without_gaps(rows: Sequence[Row]) -> list[Row]:
-    """`rows` of a padded batch, with empty ones for the other slots up to the last: padding makes one block of all.
+    """`rows` of a padded batch, with empty rows inserted for unused slots.
 
-    The block begins with slot 0, as captured graphs do.
+    The batch begins with slot 0, as in captured graphs.
     """
     if all([row.slot == slot for slot, row in enumerate(rows)]):
         return list(rows)
@@ -139,7 +139,7 @@ def without_gaps(rows: Sequence[Row]) -> list[Row]:
 
 
 def fill_row(request: Request, count: int, rank: int) -> Row:
-    """The first `count` tokens of a rank's pending chain, after which nothing is chosen."""
+    """A row of the first `count` tokens of a rank's pending chain, without results."""
     state = request.running
     computed = state.num_computed_tokens[rank]
     tokens = state.tokens[computed : computed + count]
@@ -154,7 +154,7 @@ def count_filled(request: Request, counts: Sequence[int]) -> None:
 
 
 def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
-    """How the next token after each result entry is chosen: by the request's parameters and the token's position."""
+    """The sampling parameters of each result entry, from the request's parameters and the token's position."""
     if all([request.is_plain for request in batch]):
         return GREEDY
     positions = [row.positions[row.num_entries - row.num_results :] + 1 for row in rows]
@@ -181,7 +181,7 @@ def commit(
 ) -> None:
     """Keep the K/V of each row's pending chain and of its part of the accepted path; none of a row with NaN.
 
-    `moves` are int64 [3, n] (StepDraft.conclude): row, entry, and the entry in whose place it belongs.
+    `moves` are int64 [3, n] (StepDraft.conclude): row, source entry and target entry.
     """
     cache = model.cache
     assert cache is not None
@@ -202,9 +202,9 @@ def advance_states(
     fills: Sequence[Row],
     rank: int,
 ) -> None:
-    """Let the states of recurrent layers follow the entries that count as computed, and all entries of `fills`.
+    """Advance the states of recurrent layers by the accepted entries of `rows`, and by all entries of `fills`.
 
-    The root does not where the rank that owns it met NaN: it is evaluated again.
+    If the rank that owns the root met NaN, the root is excluded: it is evaluated again.
     """
     assert model.cache is not None
     kept = [
@@ -215,7 +215,7 @@ def advance_states(
 
 
 def accepted_entries(row: Row, concluded: Conclusion, rank: int) -> list[int]:
-    """The entries of a rank's row that stay: its pending chain, and the path as far as the rank evaluated it."""
+    """The kept entries of a rank's row: its pending chain, and the evaluated part of the path."""
     nodes = concluded.shards[rank].nodes
     if concluded.has_nan or not nodes:
         return []

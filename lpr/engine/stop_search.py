@@ -1,4 +1,4 @@
-"""Stop strings in a text that grows."""
+"""Incremental search for stop strings."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from collections.abc import Sequence
 
 
 class StopSearch:
-    """Finds the first of several strings in a text that grows. It reads each character once (Knuth-Morris-Pratt)."""
+    """Finds the first of several strings in a growing text; reads each character once (Knuth-Morris-Pratt)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Search for `stops`, none of them empty."""
         self._stops = tuple(dict.fromkeys(stops))
-        self._borders = [[0] for _ in self._stops]  # as far as a text has matched: long stops are rarely reached
-        self._matched = [0] * len(self._stops)  # per stop, the length of its longest beginning that ends the text
+        self._borders = [[0] for _ in self._stops]  # failure tables, computed as far as needed
+        self._matched = [0] * len(self._stops)  # per stop, its longest prefix that ends the text
         self._ahead: tuple[str, list[int]] = ("", self._matched)
-        """Pending text that was searched, and `_matched` behind it."""
+        """Pending text that was searched, and `_matched` after it."""
 
     @property
     def num_possible(self) -> int:
-        """Length of the longest end of the text that begins a stop string and is not all of it."""
+        """Length of the longest suffix of the text that is a proper prefix of a stop string."""
         return max(self._matched, default=0)
 
     def find(self, final: str, pending: str) -> tuple[int, str] | None:
-        """Read `final`, and look at `pending` behind it, which may change later.
+        """Read `final`, and search the following `pending`, which may change later.
 
-        Returns where the first stop begins, relative to `final` and perhaps before it, and which it is; None without
-        one.
+        Returns the start of the first stop, relative to `final` and possibly negative, and the stop; None without one.
         """
         found: list[tuple[int, int]] = []
         if final:
@@ -41,7 +40,10 @@ class StopSearch:
         return start, self._stops[number]
 
     def _read(self, text: str, before: list[int], offset: int, found: list[tuple[int, int]]) -> list[int]:
-        """Read `text`, `offset` characters on, and note the first occurrence of each stop; returns `_matched`."""
+        """Read `text`, which starts at `offset`, and add the first occurrence of each stop to `found`.
+
+        Returns the new `_matched`.
+        """
         after = []
         for number, stop in enumerate(self._stops):
             matched, end = _match(stop, self._borders[number], before[number], text)
@@ -52,10 +54,10 @@ class StopSearch:
 
 
 def _match(stop: str, borders: list[int], matched: int, text: str) -> tuple[int, int]:
-    """Read `text` behind the first `matched` characters of `stop`; returns those at its end.
+    """Read `text` after the first `matched` characters of `stop`; returns the number matched at its end.
 
-    The second value is where the first occurrence ends in `text`, 0 without one. `borders` grows as needed: for each
-    beginning of `stop`, the length of the longest shorter beginning that also ends it.
+    The second value is the end of the first occurrence in `text`, 0 without one. `borders` grows as needed: per prefix
+    of `stop`, the length of its longest proper prefix that is also its suffix.
     """
     at = 0
     while at < len(text):
@@ -69,7 +71,7 @@ def _match(stop: str, borders: list[int], matched: int, text: str) -> tuple[int,
         at += 1
         if matched == len(stop):
             return 0, at
-        if matched > len(borders):  # by one
+        if matched > len(borders):  # grows by one
             border = borders[-1]
             while border and stop[border] != stop[matched - 1]:
                 border = borders[border - 1]

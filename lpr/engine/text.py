@@ -5,8 +5,8 @@ text. Streamed text is never taken back. Three things are therefore held back: a
 may become a stop string, and a run of byte-fallback tokens that has not ended (Llama-2's decoder and its relatives
 replace the *whole* run if any byte of it is invalid, so a character that looks complete may still turn into U+FFFD).
 
-`tokenizers.decoders.DecodeStream` (0.23) does not do: it raises where a byte run turns out to be invalid, emits the
-prompt again if that ends inside a character, decodes invalid bytes in quadratic time, and takes no slow tokenizer.
+`tokenizers.decoders.DecodeStream` (0.23) is not used: it raises if a byte run turns out to be invalid, emits the prompt
+again if that ends inside a character, decodes invalid bytes in quadratic time, and does not support slow tokenizers.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lpr.engine.stop_search import StopSearch
 
 REPLACEMENT = "\ufffd"
 
-# Tokens decoded again with every new one. A window that begins inside a character misreads at most 3 bytes,
-# and the 3 characters that may be held back at its end stand for at most 3 bytes each: 12 tokens of a byte.
+# Number of previous tokens decoded with every new one. A window that begins inside a character misreads at most 3
+# bytes, and each of up to 3 characters held back at its end has at most 3 bytes: 12 one-byte tokens.
 CONTEXT = 12
 
-# A UTF-8 character that lacks its last byte has 3 bytes; decoders show 1 to 3 replacement characters for it.
+# A UTF-8 character that lacks its last byte has up to 3 bytes; decoders show 1 to 3 replacement characters for it.
 MAX_UNFINISHED = 3
 
 
 class Vocabulary(dict[int, bytes | None]):
     """The kind of each token, determined at its first use.
 
-    `b""` is a token that `decode` drops, one byte is a byte-fallback token, None is every other token.
+    `b""`: a token that `decode` drops; one byte: a byte-fallback token; None: any other token.
     """
 
     _known: WeakKeyDictionary[Any, dict[bool, Vocabulary]] = WeakKeyDictionary()
@@ -46,14 +46,14 @@ class Vocabulary(dict[int, bytes | None]):
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             added = tokenizer.added_tokens_decoder.items()
             self.update((token, b"") for token, content in added if content.special and skip_special)
-            # A padded embedding has rows that are no token. A fast tokenizer's decode drops them too.
+            # A padded embedding has ids without a token. A fast tokenizer's decode drops them too.
             self._name: Callable[[int], str | None] = tokenizer.backend_tokenizer.id_to_token
         else:
             self.update((token, b"") for token in tokenizer.all_special_ids if skip_special)
             self._name = lambda token: ""
         self.has_byte_runs = False
         tokens: list[Any] = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)]
-        # The names do not decide: some tokenizers decode byte tokens one by one, and some print their names.
+        # Names do not identify byte fallback: some tokenizers decode byte tokens singly, and some print their names.
         if len(set(tokens)) == 256 and None not in tokens:
             decode = decoder_of(tokenizer)
             valid = [tokens[byte] for byte in "é".encode()]
@@ -280,7 +280,7 @@ class TextStream:
         is_last = is_eos or self.num_tokens == self._params.max_new_tokens
         if self._decoder:
             self._unread.append((token, is_eos, is_last))
-        # Only stop strings decide by the text: without them decoding waits for `take`, or until the device is busy.
+        # Only stop strings need the text: without them decoding is deferred to `take`, or until the device is busy.
         found_stop = bool(self._params.stop) and self._read()
         self._is_closed = is_last or found_stop
         if is_eos:
@@ -288,7 +288,7 @@ class TextStream:
         return "stop" if is_eos or found_stop else "length" if is_last else None
 
     def extend(self, tokens: Sequence[int]) -> tuple[int, str | None]:
-        """Push a step's tokens up to the one that ends the output; returns how many those are, and as `push`."""
+        """Push a step's tokens up to the one that ends the output; returns their number, and the reason as `push`."""
         simple = not self._params.stop and self.num_tokens + len(tokens) < self._params.max_new_tokens
         if simple and not self._is_closed and self.stop_ids.isdisjoint(tokens):
             self.num_tokens += len(tokens)
@@ -302,7 +302,7 @@ class TextStream:
         return len(tokens), None
 
     def abandon(self) -> None:
-        """End the output behind the text that was taken: a token that is not decoded has none."""
+        """End the output after the text that was taken; tokens that are not decoded get no text."""
         self._unread.clear()
         self._safe.clear()
         self._suffix, self._decoder, self._is_closed = "", None, True
@@ -316,9 +316,9 @@ class TextStream:
             self._is_closed = True
 
     def take(self, num_tokens: int | None = None) -> str:
-        """The text that became safe to stream since the last call; after the end all the rest.
+        """The text that became final since the last call; after the output's end, all the rest.
 
-        With `num_tokens`, only so many of the tokens pushed since then are decoded. All results together are the
+        With `num_tokens`, at most that many of the newly pushed tokens are decoded. The concatenated results are the
         final `text`.
         """
         self._read(num_tokens)
@@ -331,7 +331,7 @@ class TextStream:
         """Decode pushed tokens, at most `num_tokens`; True if a stop string is among them."""
         found_stop, count = False, len(self._unread) if num_tokens is None else min(num_tokens, len(self._unread))
         together = 0 if self._params.stop or not count else count - self._unread[count - 1][2]
-        if together > 1 and self._decoder is not None:  # nothing in them ends the text
+        if together > 1 and self._decoder is not None:  # none of these tokens ends the text
             final = self._decoder.extend([self._unread.popleft()[0] for _ in range(together)])
             self._append(final, self._decoder.readable, False)
             count -= together

@@ -1,10 +1,10 @@
-"""The step times that an engine starts with: given by the user, kept on disk from an earlier start, or measured.
+"""The initial step times of an engine: given by the user, read from a cache file, or measured.
 
 There is one JSON file per model, precision, device, number of threads and version, in `~/.cache/lpr/step_times`
-(XDG_CACHE_HOME moves it); it saves seconds of measuring. Rank 0 reads it for all ranks, as it measures for all. The
-file need not be right: rank 0 follows what steps really take (lpr.core.step_times), which `Engine.close` writes back.
-Times that cannot be right, or that were measured while another program disturbed the machine, are used and not kept, so
-that the next start measures again.
+(under XDG_CACHE_HOME if set); it saves seconds of measuring. Rank 0 reads or measures for all ranks. Errors in the file
+are corrected: rank 0 updates the times by measured steps (lpr.core.step_times), and `Engine.close` writes them back.
+Implausible times, or ones measured while another program disturbed the machine, are used but not saved, so that the
+next start measures again.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 
 _LOG = logging.getLogger(__name__)
-_MEASURED_AS = 7  # raised when `measure_step_times` measures in another way, so that older files are not read
+_MEASURED_AS = 7  # incremented when `measure_step_times` changes, so that older files are not read
 
 
 class StartTimes:
-    """The step times that all ranks begin to decide by."""
+    """The initial step times of all ranks."""
 
     def __init__(self, given: StepTimes | None, comm: Comm) -> None:
-        """Not known yet; `given` are those that the user has given, on the driver, until all ranks have them."""
+        """No step times yet; `given`, on the driver, are those of the user, which `find` sends to all ranks."""
         self.given = given
         self.times: StepTimes | None = None
-        self.follows = True  # True if the times that steps really take change them
-        self.path: Path | None = None  # the file that keeps them; None if they were not measured, or not undisturbed
+        self.follows = True  # True if measured steps update the times
+        self.path: Path | None = None  # the cache file; None if the times were given, or disturbed
         self._comm = comm
 
     def find(self, model: TreeModel, like: KVCache, max_nodes: int, max_length: int, max_batch_size: int) -> StepTimes:

@@ -1,6 +1,6 @@
 """The shared suffix index on disk (`--trie`), so that a later run drafts from the outputs of earlier ones.
 
-A file has the tokens alone; the links between equal contexts follow from them (1M tokens are relinked in 0.4 s). It is
+A file has only the tokens; the links are rebuilt (1M tokens in 0.4 s). It is
 a safetensors file with one int32 tensor, `tokens`, and one metadata entry, `lpr_trie`, a JSON object:
 
     version          1
@@ -10,8 +10,8 @@ a safetensors file with one int32 tensor, `tokens`, and one metadata entry, `lpr
     num_documents
     checksum         of the tokens and the other entries
 
-It is replaced as a whole: a run that is killed leaves the earlier file, and of two runs that save the later one wins.
-It holds users' outputs, so only its owner can read it (0600, new folders 0700), whatever the mode of the earlier file.
+It is replaced atomically: a killed run leaves the earlier file, and the last of several writers wins. It holds users'
+outputs, so only its owner can read it (0600, new folders 0700), independent of the earlier file's mode.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def trie_path(path: str | Path) -> Path:
 
 
 def fingerprint_of(tokenizer: Any | None, vocab_size: int) -> str:
-    """Identifies the meaning of token ids: by the tokenizer, or without one by the size of the vocabulary."""
+    """A hash of the tokenizer, or of the vocabulary size without one."""
     return f"vocabulary of {vocab_size}" if tokenizer is None else f"tokenizer {tokenizer_digest(tokenizer):016x}"
 
 

@@ -1,4 +1,4 @@
-"""One thread at a time works on an engine; others wait for their turn."""
+"""A fair lock: one thread at a time uses an engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class Turns:
-    """A reentrant lock that threads get in the order in which they ask for it.
+    """A reentrant lock, granted in the order of the calls.
 
-    Python's own locks are not fair: a thread that takes step after step would let no other in.
+    Python's own locks are not fair: a thread that takes step after step would starve the others.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Turns:
         try:
             with self._next:
                 if self._lock.acquire(timeout=PATIENCE):
-                    self.is_stepping = False  # Ctrl-C may have left it set, at the end of this thread's last turn
+                    self.is_stepping = False  # Ctrl-C at the end of this thread's last turn may have left it set
                     return
         except BaseException:  # Ctrl-C: the turn may be this thread's already
             if self.is_mine:
@@ -45,11 +45,11 @@ class Turns:
             raise
         raise RuntimeError(f"another thread has worked on this engine for {PATIENCE:.0f} seconds")
 
-    # The lock's own method: at the begin of one in Python, Ctrl-C would keep the turn for ever.
+    # The lock's own method: Ctrl-C at the start of a Python method would leave the lock held.
     __exit__ = property(attrgetter("_lock.__exit__"))
 
     def refuse_within(self, name: str) -> None:
-        """Raise RuntimeError if this thread takes a step, whose work `name` would change under it."""
+        """Raise RuntimeError if this thread is within a step: the call `name` would change the step's state."""
         if self.is_stepping and self.is_mine:
             raise RuntimeError(
                 f"{name} was called within a step of the same engine, by a logits processor, a hook or a callback: "
@@ -58,7 +58,7 @@ class Turns:
 
 
 def in_turn(method: Callable[..., T]) -> Callable[..., T]:
-    """A method that works in a turn of `self.turns`."""
+    """Decorator: the method holds `self.turns`."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> T:
