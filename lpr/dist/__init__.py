@@ -1,1 +1,1 @@
-"""The world: which ranks there are and how a step's results reach all of them."""
+"""Process groups, membership and the collectives of a job."""

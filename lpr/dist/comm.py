@@ -26,15 +26,15 @@ _REPORT_BYTES = 512
 class Comm:
     """The ranks as a step sees them. `Comm()` is a world of one rank, `ProcessComm` one of several processes."""
 
-    tp_rank: int = 0  # this rank's place among the ranks that share its replica
+    tp_rank: int = 0  # this rank's place on the `tp` axis
     tp_size: int = 1  # ranks per replica
     tp_mesh: DeviceMesh | None = None
-    """The ranks that share this replica's weights, for the model layer; None where each rank holds all of them."""
+    """The tensor-parallel mesh of this replica, for the model layer; None without tensor parallelism."""
     num_sharing: int = 1  # ranks that share this rank's memory, itself included
     num_drafting: int = 0
-    """Replicas of the job, its last ones, that only draft (lpr.engine.draft_rank); set by the engine."""
+    """Number of draft-only replicas, the last ones of the job (lpr.engine.draft_rank); set by the engine."""
     membership: Membership | None = None
-    """How the mesh changes when ranks are lost or replaced; None where a lost rank is the loss of the job."""
+    """Handles lost and replaced ranks; None if a lost rank ends the job."""
 
     def __init__(self) -> None:
         self._group = Group()
@@ -50,7 +50,7 @@ class Comm:
 
     @property
     def replicas(self) -> Sequence[int]:
-        """By rank, the number of its replica in the job."""
+        """Per rank, the number of its replica in the job."""
         return range(self.size)
 
     @property
@@ -60,7 +60,7 @@ class Comm:
 
     @property
     def drafting(self) -> list[int]:
-        """The ranks that only draft. A replacement has the role of what it replaces (lpr.dist.supervisor)."""
+        """The draft-only ranks. A replacement has the role of the rank that it replaces (lpr.dist.supervisor)."""
         if not self.num_drafting:
             return []
         count = self.num_replicas
@@ -74,15 +74,16 @@ class Comm:
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's `payload` (int32 [P], the same P everywhere), as int32 [size * tp_size, P] on the host.
 
-        Rows are in the order of world ranks. Copying the result to the host is the one synchronisation of a step.
-        Raises CommError, and MeshChangedError where the mesh no longer exists and no rank has the result.
+        Rows are in the order of world ranks. Copying the result to the host is the only synchronisation of a step.
+        Raises CommError, or MeshChangedError if the mesh no longer exists and no rank has the result.
         """
         return self._group.gather(payload)
 
     def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send this rank's `payload` (on the host) to its replica's ranks; what is returned waits for theirs.
+        """Start to gather `payload` (on the host) over the ranks of this replica.
 
-        That is [tp_size, P]. Nothing else may be gathered along `tp` meanwhile. Raises CommError.
+        The returned function waits for the result [tp_size, P]. No other gather along `tp` may start before it ends.
+        Raises CommError.
         """
         return self._group.begin_gather(payload)
 
@@ -104,16 +105,16 @@ class Comm:
         raise RuntimeError("the driver waits for no announcement")
 
     def check(self) -> None:
-        """Notice lost ranks while there is no work; raises CommError where this rank cannot go on."""
+        """Handle lost ranks while there is no work; raises CommError if this rank cannot continue."""
 
     def loaded(self) -> None:
-        """End the start: from now on a wait ends after the time-out of a step, not after that of loading."""
+        """Mark the end of loading: later waits have the time-out of a step instead of that of loading."""
 
     def leave(self, reason: str) -> None:
-        """Tell the other ranks that this one cannot go on: they end with this reason, or go on without it."""
+        """Tell the other ranks that this one cannot continue: they end with this reason, or continue without it."""
 
     def before_close(self, release: Callable[[], None]) -> None:
-        """Call `release`, a method, before communicators end if its object is alive then.
+        """Call the bound method `release` before communicators end, if its object is still alive (weak reference).
 
         NCCL's abort waits until no captured graph holds a collective of its communicator.
         """
@@ -128,8 +129,8 @@ class ProcessComm(Comm):
     ) -> None:  # fmt: skip
         """The mesh of `members`, seen from rank `tp_rank` of `tp_size` of its replica.
 
-        Where a replica has several ranks, `tp_group` compares them on the host and `tp_mesh` holds their weights. Once
-        loaded, waits end after `timeout` seconds.
+        With tensor parallelism, `tp_group` compares the ranks' inputs on the host and `tp_mesh` is the mesh of the
+        model. After loading, waits end after `timeout` seconds.
         """
         self.tp_rank, self.tp_size, self.tp_mesh, self.num_sharing = tp_rank, tp_size, tp_mesh, num_sharing
         self.membership = members if members.survives else None
@@ -150,7 +151,7 @@ class ProcessComm(Comm):
         return self._members.view
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
-        """As Comm.gather: one collective over the whole world, as a second one along `tp` would double the waits."""
+        """As Comm.gather: one collective over the whole world, because a second one along `tp` would add a wait."""
         found = self._members.run(lambda group: group.gather(payload))
         if found is None:
             raise MeshChangedError(f"the mesh is now one of replicas {self._members.replicas}")
@@ -158,7 +159,7 @@ class ProcessComm(Comm):
         return found
 
     def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """As Comm.begin_gather_replica, on the host: a GPU's stream need not be waited for."""
+        """As Comm.begin_gather_replica, on the host, without waiting for the GPU's stream."""
         return self._tp_group.begin_gather(payload)
 
     def broadcast(self, message: bytes, length: int) -> bytes:
@@ -190,13 +191,13 @@ class ProcessComm(Comm):
         self._releases.append(weakref.WeakMethod(release))
 
     def finish(self) -> None:
-        """Wait until all ranks have the last command: those that leave earlier would be lost to the others."""
+        """Wait until all ranks have the last command: a rank that leaves earlier would count as lost."""
         if not is_alone(self):
             with contextlib.suppress(CommError):
                 self.gather(torch.zeros(1, dtype=torch.int32))
 
     def close(self, reason: str | None = None) -> None:
-        """Leave the mesh; with a `reason` as a lost rank: the others notice at once and do not wait for this one."""
+        """Leave the mesh; with a `reason`, as a lost rank: the others notice at once and do not wait for it."""
         self._members.stop(reason)
         for reference in self._releases:
             if (release := reference()) is not None:
@@ -210,11 +211,11 @@ def agree(
     comm: Comm, failure: str | None, facts: Mapping[str, int] | None = None,
     replica_facts: Mapping[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """Meet once at a stage of the start; raises the same InputError on every rank if one failed or differs.
+    """A collective check at the start; raises the same InputError on every rank if one failed or differs.
 
-    `failure` is this rank's own error line, if it has one. `facts` maps what must be equal everywhere (configuration,
-    tokenizer) to a 64-bit digest, `replica_facts` what must be equal along `lp` only (weights: each tp rank has other
-    ones). Their keys are the same on every rank; errors name world ranks.
+    `failure` is this rank's own error message, if any. `facts` are 64-bit digests of values that must be equal on all
+    ranks (configuration, tokenizer), `replica_facts` of values that must be equal along `lp` only (weights: each tp
+    rank has another shard). All ranks pass the same keys; errors name world ranks.
     """
     if is_alone(comm):
         if failure:

@@ -9,11 +9,11 @@ from lpr.protocol import MeshError
 
 
 class CommError(MeshError):
-    """The ranks cannot exchange data: one of them was lost, hangs, or sent something else."""
+    """The ranks cannot exchange data: a rank was lost, hangs, or sent an unexpected message."""
 
 
 class MeshChangedError(CommError):
-    """A gather of a mesh that no longer exists and whose result no rank has. The step is dropped."""
+    """A gather failed because its mesh no longer exists, and no rank has the result. The step is dropped."""
 
 
 def first_line(failure: BaseException) -> str:

@@ -1,7 +1,7 @@
 """The heartbeat: a thread of each rank that shows that the rank lives, and watches the others.
 
-A rank that has died, hangs or is stopped is noticed within `DEAD_AFTER` seconds, idle or not. Long work never reads as
-death, as the thread goes on.
+A rank that has died, hangs or is stopped is detected within `DEAD_AFTER` seconds, idle or not. A long computation does
+not count as death, because the thread keeps running.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lpr.dist.rendezvous import BEAT_EVERY, Member, Rendezvous
 
 DEAD_AFTER = 4.0  # seconds without a new heartbeat after which a rank counts as lost
 STUCK_AFTER = 30.0
-"""Seconds after which a rank that cannot go on is stuck, in a wait for its device or a communicator."""
+"""Seconds after which a rank with a failure counts as stuck in a wait for its device or a communicator."""
 
 
 class Watch:
@@ -28,9 +28,9 @@ class Watch:
         self._last = time.monotonic()
 
     def silent(self, replicas: Sequence[int]) -> list[int]:
-        """Those of `replicas` with a rank that has not beaten for `DEAD_AFTER` seconds; raises CommError."""
+        """Those of `replicas` with a rank without a heartbeat for `DEAD_AFTER` seconds; raises CommError."""
         now = time.monotonic()
-        if now - self._last > 2 * BEAT_EVERY:  # this process stood still, and cannot judge the others
+        if now - self._last > 2 * BEAT_EVERY:  # this process was suspended, so the ages of heartbeats are unknown
             self._changed.clear()
         self._last = now
         late = []
@@ -45,9 +45,9 @@ class Watch:
 
 class Heartbeat:
     def __init__(self, connect: Callable[[], Rendezvous], stuck: Callable[[str], None] = lambda failure: None) -> None:
-        """Beat by a connection of `connect`; `stuck` is called with `failure` if nobody acts on it."""
+        """Beat through a connection of `connect`; `stuck` is called with `failure` if it is not handled in time."""
         self.loss: str | None = None  # why the group of the watched epoch is broken; None if it is whole
-        self.failure: str | None = None  # why this rank cannot go on
+        self.failure: str | None = None  # the reason why this rank cannot continue
         self.newcomers: tuple[int, ...] = ()  # replicas that have loaded and wait to join
         self._connect, self._stuck = connect, stuck
         self._watched: tuple[int, Sequence[int]] = -1, ()

@@ -1,14 +1,14 @@
 """The replicas that work together, epoch by epoch, and the numbered collectives of each.
 
-A mesh either ends with the first lost rank (`survives` is false) or goes on with the replicas that are left, and takes
-new ones in. When a group breaks, survivors have not all come equally far: none is further behind than the last gather
-that any rank has the result of, but broadcasts behind it may have ended on some ranks only. In the next epoch those
-ahead hand their results to those behind, which finish their step with the shards of the old mesh. At the first
-collective that *no* rank has a result of, all survivors are at the same point with the same state:
+A mesh either ends with the first lost rank (`survives` is false), or continues with the remaining replicas and accepts
+new ones. When a group breaks, survivors may have completed different numbers of collectives: every survivor has begun
+the last gather whose result any rank has, but the broadcasts after it may have completed on some ranks only. In the
+next epoch the ranks ahead hand their results to the ranks behind, which finish their step with the shards of the old
+mesh. At the first collective that completed on *no* rank, all survivors are at the same point with the same state:
 
-* A gather of the old mesh can never end: the engine drops the step, takes on the mesh of the survivors (`adopt`) and
-  schedules again.
-* A broadcast is repeated by the new group if the driver lives, and brings nothing otherwise.
+* A gather of the old mesh can never complete: the engine drops the step, changes to the mesh of the survivors (`adopt`)
+  and schedules again.
+* A broadcast is repeated by the new group if the driver lives, and is empty otherwise.
 
 The engine's view of the mesh (`rank`, `size`) changes in `adopt` only, never in the middle of a step.
 """
@@ -31,12 +31,12 @@ from lpr.dist.rendezvous import MOST_BROADCASTS, Arrival, Decision, Rendezvous, 
 
 log = logging.getLogger(__name__)
 
-MOST_RECOVERIES = 20  # meshes in a row in which no collective ends, after which a rank gives up
-WELCOME_POLL = 0.05  # seconds between two looks of a newcomer at whether it is welcome
+MOST_RECOVERIES = 20  # consecutive meshes without a completed collective after which a rank gives up
+WELCOME_POLL = 0.05  # seconds between two polls of a newcomer for its welcome
 
 Connect = Callable[[str, int, int, FindLoss, bool], Group]
-"""Makes a group: its name (the same on all its ranks and on no others), rank, size, what finds a loss, and whether it
-is one of the start, whose waits are long."""
+"""Makes a group from: a name unique to its ranks, rank, size, a function that detects a loss, and True for a group of
+the start, which has long time-outs."""
 
 
 class Membership:
@@ -52,27 +52,26 @@ class Membership:
         ranks do not find each other.
         """
         self.num_replicas = num_replicas
-        """Replicas that the job was started with, and has again once all that were lost are replaced."""
+        """Replicas of the full mesh."""
         self.survives = survives
         self.replica = rendezvous.member.replica  # this rank's replica, by its number in the job
         self.epoch = -1 if joins else 0
-        """Number of the mesh among all that the job has had: a later driver has a higher one."""
+        """Number of the current mesh among all meshes of the job."""
         self.replicas = [self.replica] if joins else list(range(num_replicas))
-        """The replicas that work together now; the engine may not have adopted them yet."""
+        """The replicas of the current epoch; the engine may not have adopted them yet."""
         self.has_changed = False
-        """True if it is time to `adopt` another mesh: it turns true at the same place of the program on all
-        survivors."""
+        """True if the engine must `adopt` another mesh; set at the same point of the program on all survivors."""
         self.is_newcomer = joins
-        """True while this rank loads for a mesh that may run already: `await_welcome` comes before its first step."""
+        """True until a newcomer is welcomed (`await_welcome`) by a mesh that may be running."""
         self._view = list(self.replicas)  # the replicas that the engine knows of
         self._rendezvous, self._heartbeat, self._connect, self._timeout = rendezvous, heartbeat, connect, timeout
         self._is_loaded = False
         self._results = Results(rendezvous)
         self._num_recoveries = 0  # since the last collective that ended
         self._repeated = 0, 0
-        """Number and bytes of a broadcast that the driver repeats, for ranks that have not seen it announced."""
+        """Number and bytes of a broadcast that the driver repeats for ranks that missed its announcement."""
         self._expected: list[int] = []
-        """Newcomers that may not have come yet. Survivors do not wait for them when the mesh breaks."""
+        """Newcomers that may not have arrived yet; survivors do not wait for them if the mesh breaks."""
         self._group: Group | None = None
         self._old_group: Group | None = None
         self._join_group(f"load/{self.replica}" if joins else "epoch/0")
@@ -99,10 +98,10 @@ class Membership:
     # Collectives.
 
     def run(self, collective: Callable[[Group], Result], num_bytes: int = 0) -> Result | None:
-        """The result of the next collective, from the group or from ranks that have it; None if it can never end.
+        """The result of the next collective, from the group or from ranks that have it; None if it can never complete.
 
         `collective` is a gather, which needs the mesh that began it, or a broadcast of `num_bytes` bytes, which needs
-        its driver. Raises CommError where this rank cannot go on.
+        its driver. Raises CommError if this rank cannot continue.
         """
         while self._results.next is None:
             self.has_changed = self._is_stale
@@ -116,7 +115,7 @@ class Membership:
         if not num_bytes:
             self._expected = []
         result = self._results.end()
-        if self._results.num_broadcasts >= MOST_BROADCASTS:  # a gather bounds how far ranks can be apart
+        if self._results.num_broadcasts >= MOST_BROADCASTS:  # a gather bounds what a rank can miss
             self.run(lambda group: group.gather(torch.zeros(1, dtype=torch.int32)))
         return result
 
@@ -154,7 +153,7 @@ class Membership:
             self.has_changed = self._is_stale
 
     def loaded(self) -> None:
-        """End the start: from now on waits are as short as those of a step, and losses are watched for."""
+        """Mark the end of loading: from now on waits have the time-out of a step, and losses are detected."""
         if self._is_loaded:
             return
         self._is_loaded = True
@@ -165,7 +164,7 @@ class Membership:
         self._heartbeat.start()
 
     def stop(self, reason: str | None = None) -> None:
-        """Stop the heartbeat; with a `reason` as a lost rank: the others notice at once."""
+        """Stop the heartbeat; with a `reason`, as a lost rank: the others notice at once."""
         if reason is not None:
             with contextlib.suppress(CommError):
                 self._rendezvous.mark_dead(self.replica, reason)
@@ -189,15 +188,15 @@ class Membership:
             raise InputError(f"replica {self.replica} cannot join: it has another {what} than the mesh")
 
     def adopt(self) -> list[int | None]:
-        """Take on the mesh as it is now: for each replica its rank before, None for a newcomer."""
+        """Change the engine's view to the current mesh; returns each replica's former rank, None for a newcomer."""
         before, self._view = self._view, list(self.replicas)
         self.has_changed = False
         return [before.index(each) if each in before else None for each in self._view]
 
     def take_in(self, newcomers: Sequence[int]) -> None:
-        """Plan a mesh with `newcomers` behind the others, on all ranks after the same command; `adopt` is next."""
+        """Plan a mesh with `newcomers` appended, on all ranks after the same command; `adopt` follows."""
         epoch = self.epoch + 1
-        # A rank that lost its group before it had the command finds the decision, and what it missed.
+        # A rank that lost its group before it received the command finds the decision and the missed results.
         self._results.leave(epoch)
         planned = [*self.replicas, *(each for each in newcomers if each not in self.replicas)]
         decision = self._rendezvous.decide(epoch, Decision(planned, planned=True))
@@ -219,13 +218,13 @@ class Membership:
             self._expected = []
         except CommError as failure:
             log.info("a newcomer did not come: %s", failure)
-        # Only now: other ranks may have waited for the command that brought this one here.
+        # Only now, because other ranks may still have been receiving the command through the old group.
         if self._old_group is not None:
             self._old_group.close()
             self._old_group = None
 
     def await_welcome(self) -> bytes | None:
-        """On a newcomer that has loaded: the state of the mesh that it is a member of from now on, None if it is alone.
+        """On a loaded newcomer: wait for its welcome; returns the state of the mesh that it joins, None if it is alone.
 
         Waits as long as the job lives; raises CommError.
         """
@@ -282,10 +281,10 @@ class Membership:
         self._heartbeat.watch(epoch, self.replicas)
 
     def _recover(self, failure: CommError, num_bytes: int = 0) -> None:
-        """Go on with the survivors: agree on their list and on the last collective.
+        """Form a mesh of the survivors: agree on their list and on the last collective.
 
-        `num_bytes` is the length of the next collective if that is a broadcast that this rank has begun. Raises
-        CommError where this rank cannot go on.
+        `num_bytes` is the length of the next collective if it is a broadcast that this rank has begun. Raises
+        CommError if this rank cannot continue.
         """
         self._num_recoveries += 1
         if not self.survives or not self._is_loaded or self._num_recoveries > MOST_RECOVERIES:
@@ -299,7 +298,7 @@ class Membership:
         epoch = self.epoch + 1
         decision = self._rendezvous.meet(epoch, before, Arrival(self._results.known, num_bytes), self._timeout)
         if decision.planned:
-            # Other ranks have the command that leads to this epoch; this rank takes it as a result that it missed.
+            # Other ranks have the command that leads to this epoch; this rank fetches it as a missed result.
             members = self._rendezvous.members(decision.replicas)
             self._results.take(epoch, members, self._timeout, self._find_loss)
             return
@@ -310,12 +309,12 @@ class Membership:
         except CommError as again:
             self._recover(again, num_bytes)
             return
-        with contextlib.suppress(CommError):  # the next collective tries again, one epoch on
+        with contextlib.suppress(CommError):  # the next collective tries again in the next epoch
             self._join_group(f"epoch/{epoch}")
         log.info("replica %d goes on with %s after %.3f s", self.replica, self.replicas, time.monotonic() - began)
 
     def _level(self, epoch: int) -> None:
-        """See that all survivors have the results of the collectives that any of them has; raises CommError."""
+        """Give every survivor the results of all collectives that any survivor has; raises CommError."""
         arrivals = self._rendezvous.arrivals(epoch, self.replicas)
         known = [arrival.known for arrival in arrivals.values()]
         ahead = [member for member, arrival in arrivals.items() if arrival.known == max(known)]

@@ -1,7 +1,7 @@
 """NCCL for a mesh that outlives its members: settings of the process, and groups that are connected when they are made.
 
 By default torch's watchdog ends the process when a collective fails or takes long, and asks other ranks through the
-rendezvous store to end theirs. lpr looks after its collectives itself (lpr.dist.group).
+rendezvous store to end theirs. lpr detects failed collectives itself (lpr.dist.group).
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 import torch.distributed as dist
 
 _SETTINGS = {
-    "NCCL_GRAPH_REGISTER": "0",  # registers the buffers of a capture with all ranks, which may not all capture
-    "NCCL_RUNTIME_CONNECT": "0",  # connects all at once, and not in the collective that first needs a connection
+    "NCCL_GRAPH_REGISTER": "0",  # else a capture registers its buffers with all ranks, which may not all capture
+    "NCCL_RUNTIME_CONNECT": "0",  # connect all at once instead of in the first collective that needs a connection
 }
 _ELASTIC = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""Settings that keep the watchdog from ending a process whose group is broken: the rank goes on in another one."""
-_TIMEOUT = timedelta(days=30)  # Time-out of NCCL's own, which ends the communicator: lpr's waits end long before
+"""Settings that keep the watchdog from ending a process whose group is broken: the rank continues in a new group."""
+_TIMEOUT = timedelta(days=30)  # NCCL's time-out ends the communicator, so it is longer than all of lpr's waits
 _POLL = 0.001
 
 
 def prepare_environment(survives: bool) -> None:
-    """Set what torch and NCCL read when the first group is made; `survives`: lost ranks do not end the others."""
+    """Set environment variables that torch and NCCL read at the first group; `survives`: a lost rank ends no other."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     if survives:
@@ -37,15 +37,15 @@ def prepare_environment(survives: bool) -> None:
 
 
 def make_connected(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
-    """An NCCL group of `size` ranks that has done its first collective; raises RuntimeError.
+    """An NCCL group of `size` ranks that has completed a first collective; raises RuntimeError.
 
-    NCCL would connect in the first collective, inside a call that nothing ends if a rank is lost meanwhile. Call this
-    in a thread that may be abandoned.
+    NCCL connects in the first collective, in a call that cannot be interrupted if a rank is lost. Call this in a thread
+    that may be abandoned.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
-    made: Any = dist.ProcessGroupNCCL(store, rank, size, options)  # its sockets check a random number of the store's
-    with torch.cuda.device(device):  # a new thread begins with the first one
+    made: Any = dist.ProcessGroupNCCL(store, rank, size, options)  # its sockets check a random number of the store
+    with torch.cuda.device(device):  # the current device of a new thread is 0
         made.eager_connect_single_device(device)
         found = torch.empty(size, dtype=torch.int32, device=device)
         work = made._allgather_base(found, torch.full((1,), rank, dtype=torch.int32, device=device))

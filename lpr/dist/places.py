@@ -1,8 +1,7 @@
 """The environment of ranks that a supervisor starts; imports no torch.
 
-A rank finds torchrun's variables. RANK counts all ranks that were ever started: those of the start are below
-WORLD_SIZE, as under torchrun, and one that replaces a lost one has a number that no other has had. LOCAL_RANK is its
-place in the full mesh.
+A rank gets torchrun's variables. RANK counts all ranks that were ever started: the initial ones are below WORLD_SIZE,
+as under torchrun, and a replacement gets a number that was never used. LOCAL_RANK is its place in the full mesh.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from collections.abc import Mapping
 from lpr.config import InputError
 
 SUPERVISED = "LPR_SUPERVISED"
-"""Set where lost ranks are replaced while the others go on: the process id of their supervisor."""
-DOOR = "LPR_STORE_DOOR"  # file descriptor of a supervised rank's door to the rendezvous store
+"""Process id of the supervisor; set if lost ranks are replaced while the others continue."""
+DOOR = "LPR_STORE_DOOR"  # file descriptor of a supervised rank's socket to the rendezvous store
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the network interface of gloo and of NCCL."""
 _DIGITS = 9  # most digits of a number in the environment
@@ -31,7 +30,7 @@ def is_launched() -> bool:
 
 
 def whole_number(name: str, default: int) -> int:
-    """A whole number of a launcher's environment; raises InputError. An empty variable is one that is not set."""
+    """An integer environment variable of a launcher; raises InputError. An empty variable counts as unset."""
     text = os.environ.get(name) or str(default)
     if not text.strip().isdecimal() or len(text) > _DIGITS:
         raise InputError(f"{name} must be a whole number, not {text[:40]!r}: unset it, or use torchrun")
@@ -54,16 +53,16 @@ def loopback() -> dict[str, str]:
 def rank_environment(
     variables: Mapping[str, str], rank: int, local_rank: int, num_ranks: int, door: int
 ) -> dict[str, str]:
-    """The environment of a rank: `variables` without what another launcher meant for its own ranks, and torchrun's.
+    """The environment of a rank: `variables` without those of other launchers, plus torchrun's.
 
-    `door` is the file descriptor of the rank's door to the store.
+    `door` is the file descriptor of the rank's socket to the store.
     """
     kept = {
         name: value
         for name, value in variables.items()
         if name not in _FOREIGN and not name.startswith("TORCHELASTIC_")
     }
-    # Ranks of one machine share its cores; torchrun would give each of them a single thread, with a warning.
+    # Ranks of one machine share its cores. (torchrun sets one thread per rank, with a warning.)
     share = max(1, (os.cpu_count() or 1) // num_ranks)
     return {
         "OMP_NUM_THREADS": str(share), **loopback(), **kept,

@@ -14,19 +14,19 @@ import torch.distributed as dist
 
 from lpr.dist.store_server import HEAD, MOST_MESSAGE, MOST_WAIT, Answer, Request
 
-ANSWER_SECONDS = 20.0  # seconds, beyond those of a wait, within which the supervisor answers or counts as gone
+ANSWER_SECONDS = 20.0  # seconds, besides those of a wait, after which a silent supervisor counts as gone
 _answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
 
 
 class PrivateStore(dist.Store):
-    """A store that any thread may use. torch calls it too, from its own code, when it makes groups.
+    """A thread-safe store. torch calls it from its own code when it makes groups.
 
-    Keep a reference: torch's groups hold the C++ half only, which is lost without this one. Its methods raise
-    DistNetworkError when the supervisor is gone, and DistStoreError when a wait takes too long.
+    Keep a reference: torch's groups hold only the C++ object, which breaks without the Python one. Methods raise
+    DistNetworkError if the supervisor is gone, and DistStoreError if a wait times out.
     """
 
     def __init__(self, door: socket.socket, timeout: timedelta) -> None:
-        """Pass connections through `door`; `get` waits for up to `timeout`."""
+        """Open connections through the socket `door`; `get` waits for up to `timeout`."""
         super().__init__()
         self._timeout, self._door = timeout, door
         self._door.settimeout(ANSWER_SECONDS)
@@ -36,12 +36,12 @@ class PrivateStore(dist.Store):
         self._ask(Request("set", [key], [_bytes(value)]))
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it has one."""
+        """Wait until a key has a value, and return it."""
         self.wait([key])
         return self._ask(Request("get", [key])) or b""
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Write the desired value if the key has the expected one, or none where that is empty; returns its value."""
+        """Set the desired value if the key has the expected one (empty: no value); returns the key's value."""
         return self._ask(Request("compare_set", [key], [_bytes(expected_value), _bytes(desired_value)])) or b""
 
     def add(self, key: str, value: int) -> int:
@@ -65,7 +65,7 @@ class PrivateStore(dist.Store):
         return int(self._ask(Request("count")))
 
     def clone(self) -> PrivateStore:
-        """This store, as all threads may use it."""
+        """This store itself: it is thread-safe."""
         return self
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class PrivateStore(dist.Store):
 
 
 def inherited_door(variable: str) -> socket.socket:
-    """The door whose file descriptor an environment variable tells; raises ValueError or OSError if there is none."""
+    """The socket whose file descriptor is in an environment variable; raises ValueError or OSError if there is none."""
     door = socket.socket(fileno=int(os.environ[variable]))
     door.set_inheritable(False)
     return door

@@ -1,12 +1,13 @@
-"""The rendezvous of a job: what its ranks write to a store for each other.
+"""The rendezvous of a job: messages between its ranks through a key-value store.
 
 The store is a TCPStore of torchrun's agent or of rank 0, or that of a supervisor that outlives every rank
 (lpr.dist.store_server). Replicas are numbered in the order of their start, and a replacement gets a new number, so
-messages of a dead replica are never taken for those of its replacement. The loss of a rank is the loss of its replica.
+messages of a dead replica cannot be confused with those of its replacement. The loss of a rank is the loss of its
+replica.
 
-A job is a sequence of *epochs*. In each, a list of replicas works together in a process group of its own. Members that
-lose their group write to the next epoch how far they have come (`Arrival`) and wait for all members that are not dead.
-The first list that a member then proposes is the decision for all (`meet`).
+A job is a sequence of *epochs*, each with a list of replicas and its own process group. Members that lose their group
+write their last collective to the next epoch (`Arrival`) and wait for all members that are not dead. The first list
+that a member then proposes is the decision for all (`meet`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import torch.distributed as dist
 from lpr.dist.errors import CommError, comm_errors
 
 BEAT_EVERY = 1.0
-"""Seconds between two heartbeats of a rank, and between two looks of a rank that waits for an announcement."""
-MOST_BROADCASTS = 16  # broadcasts in a row after which the ranks gather once: what is older has been read by all
-PIECE_BYTES = 1 << 20  # longest value that is written to the store at once; a TCPStore takes 8 MiB
-MOST_MESSAGES = 4  # long messages of a member that stay in the store: those of the latest epochs
-POLL = 0.01  # seconds between two looks at the arrivals of an epoch
+"""Seconds between two heartbeats of a rank, and between two polls of a rank that waits for an announcement."""
+MOST_BROADCASTS = 16  # consecutive broadcasts before a gather, after which no rank needs their results
+PIECE_BYTES = 1 << 20  # longest value written to the store at once; a TCPStore takes 8 MiB
+MOST_MESSAGES = 4  # long messages of a member kept in the store: those of the latest epochs
+POLL = 0.01  # seconds between two polls of an epoch's arrivals
 GONE = "the rendezvous store does not answer, so the job has ended"
 
 
@@ -42,10 +43,10 @@ class Member:
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """The state of a member that comes to a new epoch."""
+    """The state of a member that enters a new epoch."""
 
     known: int  # number of the last collective whose result it has
-    broadcast: int = 0  # bytes of the next collective if that is a broadcast which it has begun, else 0
+    broadcast: int = 0  # bytes of the next collective if it is a broadcast that the member has begun, else 0
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -68,7 +69,7 @@ class JobStore:
             self._store.set(key, value)  # type: ignore[arg-type]  # bytes work, the stub wants a str
 
     def propose(self, key: str, value: bytes) -> bytes:
-        """Set a key if it has no value yet; returns its value."""
+        """Set a key if it has no value; returns its value."""
         with comm_errors(GONE):
             return self._store.compare_set(key, "", value.decode())
 
@@ -94,7 +95,7 @@ class JobStore:
             self._store.delete_key(key)
 
     def put(self, key: str, data: bytes) -> None:
-        """Write `data` for others; it is deleted after `MOST_MESSAGES` further messages of this rank."""
+        """Write `data` for other ranks; it is deleted after `MOST_MESSAGES` further messages of this rank."""
         pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
         for number, piece in enumerate(pieces):
             self.set(f"{key}/{number}", piece)
@@ -121,7 +122,7 @@ class JobStore:
 
 
 class Rendezvous:
-    """What one member of the job reads and writes. All methods raise CommError if the store is gone."""
+    """One member's reads and writes. All methods raise CommError if the store is gone."""
 
     def __init__(self, store: dist.Store, member: Member, tp_size: int = 1) -> None:
         """For `member` of a job whose replicas have `tp_size` ranks; `store` is this thread's own connection."""
@@ -159,17 +160,17 @@ class Rendezvous:
         return bool(self.store.read(f"ready/{member.key}"))
 
     def decision(self, epoch: int) -> Decision | None:
-        """The decision for an epoch; None as long as there is none."""
+        """The decision for an epoch; None if there is none yet."""
         found = self.store.read(f"epoch/{epoch}/members")
         return msgspec.json.decode(found, type=Decision) if found else None
 
     def decide(self, epoch: int, decision: Decision) -> Decision:
-        """Propose a decision for an epoch; returns the first proposal, which counts."""
+        """Propose a decision for an epoch; returns the first proposal, which is binding."""
         found = self.store.propose(f"epoch/{epoch}/members", msgspec.json.encode(decision))
         return msgspec.json.decode(found, type=Decision)
 
     def facts(self, mine: Mapping[str, int]) -> dict[str, int]:
-        """Digests that must be equal on all members of this tp rank, as the first of them has written them."""
+        """The digests that the first member of this tp rank has written; all members' must be equal."""
         found = self.store.propose(f"facts/{self.member.tp_rank}", msgspec.json.encode(mine))
         return msgspec.json.decode(found, type=dict[str, int])
 
@@ -185,10 +186,10 @@ class Rendezvous:
         return f"a rank has left epoch {epoch}" if self.store.read(f"epoch/{epoch}/left") else None
 
     def meet(self, epoch: int, replicas: Sequence[int], arrival: Arrival, timeout: float) -> Decision:
-        """Come to an epoch and agree with the survivors of `replicas` on its members.
+        """Enter an epoch and agree with the survivors of `replicas` on its members.
 
-        A replica that neither arrives within `timeout` seconds nor is known to be dead hangs, and is declared dead.
-        Raises CommError where this member's own replica is.
+        A replica that does not arrive within `timeout` seconds is declared dead. Raises CommError if this member's own
+        replica is.
         """
         self.store.set(f"epoch/{epoch}/here/{self.member.key}", msgspec.json.encode(arrival))
         until = time.monotonic() + timeout
@@ -214,18 +215,18 @@ class Rendezvous:
         return self.store.has_all([f"epoch/{epoch}/here/{member.key}" for member in self.members([replica])])
 
     def offer(self, replicas: Sequence[int]) -> None:
-        """Name the replicas that have loaded and wait to join."""
+        """Publish the loaded replicas that wait to join."""
         self.store.set("newcomers", msgspec.json.encode(replicas))
 
     def offered(self) -> tuple[int, ...]:
         return msgspec.json.decode(self.store.read("newcomers") or b"[]", type=tuple[int, ...])
 
     def welcome(self, epoch: int, replica: int) -> None:
-        """Tell a replica that it is a member from `epoch` on. What it must know is in the store already."""
+        """Tell a replica that it is a member from `epoch` on; its state must be in the store already."""
         self.store.set(f"welcome/{replica}", str(epoch))
 
     def welcomed(self) -> int | None:
-        """The epoch from which on this member's replica takes part; None as long as there is none."""
+        """The first epoch of this member's replica; None if it is not welcomed yet."""
         found = self.store.read(f"welcome/{self.member.replica}")
         return int(found) if found else None
 
@@ -253,18 +254,18 @@ def _announcement(epoch: int, number: int) -> str:
     return f"epoch/{epoch}/announcement/{number}"
 
 
-Result = torch.Tensor | bytes  # of a gather, int32 [ranks, words], or of a broadcast
+Result = torch.Tensor | bytes  # a gather's, int32 [ranks, words], or a broadcast's
 
 
 class Results:
-    """The results of the collectives since a rank's last gather, by their numbers.
+    """The results of the collectives since a rank's last gather, by number.
 
-    A gather ends on a rank only when all ranks have begun it, so no rank misses more than the results since the last
-    gather. They travel through the rendezvous store.
+    A gather completes on a rank only after all ranks have begun it, so a rank can only miss results since the last
+    gather. Missed results are passed through the rendezvous store.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self.completed = 0  # number of the last collective that has ended for this rank
+        self.completed = 0  # number of the last collective that completed on this rank
         self._rendezvous = rendezvous
         self._by_number: dict[int, Result] = {}
 
@@ -280,7 +281,7 @@ class Results:
 
     @property
     def num_broadcasts(self) -> int:
-        """Broadcasts that have ended for this rank since its last gather."""
+        """Broadcasts completed on this rank since its last gather."""
         ended = (result for number, result in self._by_number.items() if number <= self.completed)
         return sum(isinstance(result, bytes) for result in ended)
 
@@ -300,8 +301,8 @@ class Results:
         self._by_number.clear()
 
     def leave(self, epoch: int) -> None:
-        """Write the results to the store, for ranks that come to `epoch` without them."""
-        # A result is its number of rows, 0 for a broadcast's, and bytes.
+        """Write the results to the store, for ranks that enter `epoch` without them."""
+        # A result is written as its number of rows (0: a broadcast) and its bytes.
         rows = {
             number: (0, result) if isinstance(result, bytes) else (len(result), result.numpy().tobytes())
             for number, result in self._by_number.items()
@@ -309,7 +310,7 @@ class Results:
         self._rendezvous.store.put(f"epoch/{epoch}/results/{self._rendezvous.member.key}", msgspec.msgpack.encode(rows))
 
     def take(self, epoch: int, members: Sequence[Member], timeout: float, find_loss: Callable[[], str | None]) -> None:
-        """Take the missed results from the first of `members` that has left its own; raises CommError."""
+        """Read the missed results of the first of `members` that has written its own; raises CommError."""
         keys = [f"epoch/{epoch}/results/{member.key}" for member in members]
         key = next(filter(self._rendezvous.store.has, keys), keys[0])
         found = self._rendezvous.store.get(key, timeout, find_loss)

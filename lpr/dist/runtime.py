@@ -1,4 +1,4 @@
-"""The world that a launcher started: the only module that reads its environment and joins the mesh."""
+"""Reads the launcher's environment and joins the mesh; no other module does."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from lpr.dist.places import DOOR, SUPERVISED, die_with_parent, is_launched, whol
 from lpr.dist.private_store import PrivateStore, inherited_door
 from lpr.dist.rendezvous import Member, Rendezvous
 
-CLOSE_SECONDS = 20.0  # time for a rank that has failed to end its communicators, after which it ends its process
+CLOSE_SECONDS = 20.0  # seconds for a failed rank to abort its communicators before it exits
 _PORT = 29500  # torchrun's port
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among those that torchrun started."""
+    """This process's ranks and sizes, as set by torchrun."""
 
     rank: int
     size: int
     local_rank: int
-    attempt: int  # how often torchrun has restarted the job
+    attempt: int  # number of restarts of the job by torchrun
     launched: bool  # True if torchrun, or another launcher with its environment, started this process
     local_size: int = 1  # processes on this machine
     supervised: bool = False
-    """True if lost ranks are replaced while the others go on (lpr.dist.supervisor). `rank` then counts all ranks that
-    were ever started, and one from `size` on replaces another."""
+    """True if lost ranks are replaced while the others continue (lpr.dist.supervisor). `rank` then counts all ranks
+    that were ever started; ranks from `size` on are replacements."""
     has_agent_store: bool = False  # True if the launcher, and not rank 0, holds the rendezvous store
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read what torchrun sets (RANK, WORLD_SIZE and their kin); without a rank and an address, a world of one.
+        """Read torchrun's variables (RANK, WORLD_SIZE, ...); a world of one unless a rank and an address are set.
 
-        Compose files, schedulers and notebooks leave WORLD_SIZE or LOCAL_RANK behind, which alone say nothing. Raises
-        InputError for numbers that are none, and for ranks that cannot meet.
+        WORLD_SIZE or LOCAL_RANK alone are ignored: compose files, schedulers and notebooks leave them set. Raises
+        InputError for invalid numbers and for ranks that cannot connect.
         """
         alone = cls(rank=0, size=1, local_rank=0, attempt=0, launched=False)
         if not os.environ.get("RANK") and not os.environ.get("MASTER_ADDR"):
@@ -83,7 +83,7 @@ class World:
         )
 
     def mesh_shape(self, tp: int, lp: int | None = None) -> tuple[int, int]:
-        """The mesh (lp, tp) of this world for replicas of `tp` ranks; raises InputError if it has no such mesh."""
+        """The mesh shape (lp, tp) of this world for replicas of `tp` ranks; raises InputError if there is none."""
         if lp is not None and (lp < 1 or tp < 1 or lp * tp != self.size):
             raise InputError(f"a mesh of lp {lp} x tp {tp} needs {lp * tp} ranks, and this job has {self.size}")
         if tp < 1 or self.size % tp:
@@ -104,16 +104,16 @@ class World:
 def join(
     world: World, device: str | None, timeout: float, tp: int = 1, load_timeout: float | None = None
 ) -> Iterator[Comm]:
-    """The world as a mesh of replicas of `tp` ranks each, for as long as the context lasts.
+    """Context manager: the world as a mesh of replicas of `tp` ranks each.
 
     Every wait of the start, loading included, ends with an error after `load_timeout` seconds (default: `timeout`), and
-    every wait of a step after `timeout`. Raises InputError when the ranks cannot meet.
+    every wait of a step after `timeout`. Raises InputError if the ranks cannot connect.
     """
     world.mesh_shape(tp)
     if world.size == 1 and not world.supervised:
         yield Comm()
         return
-    die_with_parent()  # an orphan would wait for its peers until the time-out
+    die_with_parent()  # else an orphan would wait for its peers until the time-out
     if world.supervised and os.getppid() != int(os.environ[SUPERVISED]):
         raise InputError("the supervisor of this rank has ended")
     try:
@@ -134,7 +134,7 @@ def join(
 
 
 def _close_or_leave(comm: ProcessComm, reason: str, failure: BaseException) -> None:
-    """Leave the mesh as a lost rank; the process ends here if a communicator cannot be aborted in time."""
+    """Leave the mesh as a lost rank; exits the process if a communicator cannot be aborted in time."""
     closing = threading.Thread(target=comm.close, args=(reason,), daemon=True, name="close")
     closing.start()
     closing.join(CLOSE_SECONDS)
@@ -149,7 +149,7 @@ def _end_process(reason: str) -> None:
 
 
 def _meet(world: World, device: str | None, timeout: float, tp: int, load_timeout: float) -> ProcessComm:
-    """Join the mesh. NCCL serves GPUs that belong to one rank each, gloo everything else."""
+    """Join the mesh, with NCCL if each rank has its own GPU, else with gloo."""
     on_gpu = device is not None and device.startswith("cuda")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -175,7 +175,7 @@ def _meet(world: World, device: str | None, timeout: float, tp: int, load_timeou
     if tp > 1:
         shared = dist.PrefixStore(f"replica/{member.replica}", connect_store(world, limit))
         tp_mesh = join_replica(shared, member.tp_rank, tp, nccl, load_timeout)
-        # The ranks of a replica also compare what is on the host, for which a GPU's stream need not be waited for.
+        # The tp ranks of a replica also compare host data, through gloo, without waiting for the GPU's stream.
         tp_group = group.connect(
             dist.PrefixStore("host", shared), member.tp_rank, tp, torch.device("cpu"), load_timeout,
             lambda: rendezvous.dead_reason(member.replica), patience=load_timeout,
@@ -191,9 +191,9 @@ def _meet(world: World, device: str | None, timeout: float, tp: int, load_timeou
 
 
 def memory_of(device: str | None) -> str:
-    """Name of the memory that a rank's model is in: its machine, and the GPU if it has one.
+    """An identifier of the memory that a rank's model is in: its machine, and the GPU if it has one.
 
-    Numbers of devices do not tell, as a launcher may show each rank one GPU only, which is "cuda:0" to all of them.
+    Device indices do not identify a GPU: a launcher may show each rank one GPU only, "cuda:0" for all of them.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine, unlike its name
     machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
@@ -201,14 +201,14 @@ def memory_of(device: str | None) -> str:
 
 
 def sharing(store: dist.Store, world: World, memory: str) -> tuple[int, int]:
-    """How many ranks share this one's `memory`, itself included, and how many share the busiest; asked of all ranks."""
+    """The number of ranks that share this one's `memory`, and the maximum over all ranks; a collective call."""
     store.set(f"memory/{world.rank}", memory)
     counts = Counter(store.get(f"memory/{rank}") for rank in range(world.size))
     return counts[memory.encode()], max(counts.values())
 
 
 def _count_sharing(world: World, store: dist.Store, device: str | None) -> tuple[int, int]:
-    """As `sharing`. A supervisor shows all ranks the same GPUs, and not all ranks of its job start together."""
+    """As `sharing`. Under a supervisor it is computed: all ranks see the same GPUs and do not start together."""
     if not world.supervised:
         return sharing(store, world, memory_of(device))
     num_devices = 1 if device is None else max(1, torch.cuda.device_count())
@@ -217,10 +217,10 @@ def _count_sharing(world: World, store: dist.Store, device: str | None) -> tuple
 
 
 def connect_store(world: World, limit: timedelta, is_host: bool = False) -> dist.Store:
-    """A connection to the rendezvous store, for one thread: to the supervisor's, or to that at MASTER_ADDR.
+    """A connection to the rendezvous store for one thread: the supervisor's store, or the one at MASTER_ADDR.
 
-    The keys are those of this attempt only: torch 2.13 shares one store between restarts, so restarted gloo ranks would
-    read the addresses of dead processes.
+    Keys have a prefix per attempt: torch 2.13 shares one store between restarts, so restarted gloo ranks would read the
+    addresses of dead processes.
     """
     if world.supervised:
         return _private_store(limit)
@@ -233,14 +233,14 @@ def connect_store(world: World, limit: timedelta, is_host: bool = False) -> dist
 
 @functools.cache
 def _private_store(limit: timedelta) -> PrivateStore:
-    """The one of this process, which all threads use and which lasts as long as the process."""
+    """The single PrivateStore of this process, used by all threads."""
     return PrivateStore(inherited_door(DOOR), limit)
 
 
 def leave(code: int) -> NoReturn:
     """End the process with `code`.
 
-    Under a launcher at once: threads of destroyed groups can abort a process that is tearing down otherwise.
+    Under a launcher without teardown: threads of destroyed groups can abort a process in it.
     """
     sys.stdout.flush()
     sys.stderr.flush()

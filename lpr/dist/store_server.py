@@ -1,7 +1,7 @@
 """The rendezvous store of a supervised job: in the supervisor's memory, without an address; imports no torch.
 
-Each rank inherits one end of a socket pair, its *door*. Through it the rank passes the supervisor further sockets, one
-for each of its threads that waits. Nothing listens, so no process can connect that the supervisor has not started.
+Each rank inherits one end of a socket pair, its *door*. Through it the rank passes further sockets to the supervisor,
+one per waiting thread. No port is open, so only processes that the supervisor has started can connect.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     keys: list[str] = []
     values: list[bytes] = []
     number: int = 0
-    """What `add` adds."""
+    """The increment of `add`."""
     seconds: float = 0.0
-    """How long to wait for `keys`, at most `MOST_WAIT`."""
+    """Seconds to wait for `keys`, at most `MOST_WAIT`."""
 
 
 Answer = bytes | int | bool | None
-"""A value, a number, whether the keys are there, or None where the key of a `get` is not."""
+"""A value, a number, True if the keys exist, or None if the key of a `get` does not."""
 _requests = msgspec.msgpack.Decoder(Request)
 
 
 class StoreServer:
-    """Keys and values, and a thread that answers requests."""
+    """A key-value store and a thread that answers requests."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waiting: dict[str, set[asyncio.Event]] = {}  # by key, who waits for it
+        self._waiting: dict[str, set[asyncio.Event]] = {}  # by key, the events of waiting requests
         self._tasks: set[asyncio.Task[None]] = set()
         self._doors: set[socket.socket] = set()
         self._loop = asyncio.new_event_loop()
@@ -88,7 +88,7 @@ class StoreServer:
             self._shut(door)
 
     async def _serve(self, connected: socket.socket) -> None:
-        """Answer one connection's requests in their order; a malformed one ends it."""
+        """Answer one connection's requests in order; a malformed request closes it."""
         reader, writer = await asyncio.open_unix_connection(sock=connected)
         with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, ValueError, IndexError):
             while (size := HEAD.unpack(await reader.readexactly(HEAD.size))[0]) <= MOST_MESSAGE:

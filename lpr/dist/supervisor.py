@@ -1,9 +1,9 @@
 """The supervisor: the process that starts the ranks of one machine, outlives each of them, and replaces the lost ones.
 
-torchrun ends all ranks when one fails. This process holds the rendezvous store, so that it survives any rank. It marks
-a replica dead as soon as one of its ranks has ended, kills a rank that is stopped or hangs, so that its sockets close,
-and starts a new replica in the place of a lost one, which loads alone and joins the others when it is ready. If no
-replica is left, the first one that has loaded begins a new mesh.
+torchrun ends all ranks when one fails. This process holds the rendezvous store, so that the store survives any rank. It
+marks a replica dead when one of its ranks has ended, kills a rank that is stopped or hangs, so that its sockets close,
+and starts a replacement for a lost replica, which loads alone and joins the others when it is ready. If no replica is
+left, the first one that has loaded starts a new mesh.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from lpr.dist.heartbeat import Watch
     from lpr.dist.rendezvous import Rendezvous
 
-TICK = 0.25  # seconds between two looks at heartbeats and newcomers; the end of a process is noticed at once
+TICK = 0.25  # seconds between two polls of heartbeats and newcomers; the end of a process is noticed at once
 BACKOFF = (0.0, 1.0, 5.0, 15.0, 60.0)
-"""Seconds before a place is filled again, by its failed starts in a row. The last one counts for all further times: a
-service that runs for months must not lose a place."""
-HOPELESS = 3  # failed starts in a row at every place after which the job ends, if no replica is left
+"""Seconds before a replica is restarted, by the number of its consecutive failed starts. The last value holds for all
+further ones: a service that runs for months must not lose a replica for good."""
+HOPELESS = 3  # consecutive failed starts at every place after which the job ends, if no replica is left
 STOP_SECONDS = 10.0  # time for ranks to end after a signal, before they are killed
 LEAVE_SECONDS = 30.0  # time for the other ranks to end after one that has finished the job
 STOPPED_SECONDS = 2.0  # time that a rank may be stopped (SIGSTOP, a debugger) before it counts as lost
 DYING_SECONDS = 2.0  # time that the ranks of a dead replica have to end by themselves, and to report why
 BAD_INPUT = 2  # exit code of a rank that refuses its input: starting it again would not help
 FINISHED = (0, BAD_INPUT, 130)
-"""Exit codes of a rank that has finished its job: well, with bad input in it, or interrupted."""
+"""Exit codes of a rank that has finished its job: success, some bad input, or interrupted."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Replica:
                     process.send_signal(number)
 
     def is_stopped(self) -> bool:
-        """True if a rank was stopped by a signal `STOPPED_SECONDS` ago. Linux shows this, also of a rank that loads."""
+        """True if a rank has been stopped by a signal for `STOPPED_SECONDS` (from /proc, also while it loads)."""
         now = time.monotonic()
         pids = [process.pid for process in self.processes if process.pid not in self.codes]
         stopped = [pid for pid in pids if process_state(pid) == "T"]
@@ -76,16 +76,16 @@ class Replica:
 
 
 class Restarts:
-    """When the places of lost replicas are filled again."""
+    """The times at which lost replicas are restarted."""
 
     def __init__(self, num_places: int) -> None:
         self.due: dict[int, float] = {}  # by place, when it is to be filled
         self._failures = [0] * num_places  # by place, replicas in a row that ended before they had loaded
 
     def plan(self, place: int, *, had_loaded: bool = False, is_refused: bool = False, is_last: bool = False) -> bool:
-        """Plan to fill the place of a lost replica; false if that is hopeless.
+        """Schedule the restart of a lost replica; False if that is hopeless.
 
-        `is_refused` if it refused its input, `is_last` if no replica is left.
+        `is_refused` is true if it refused its input, `is_last` if no replica is left.
         """
         failures = 0 if had_loaded else max(self._failures[place] + 1, HOPELESS if is_refused else 0)
         self._failures[place] = failures
@@ -122,10 +122,10 @@ class Supervisor:
         self._until: float | None = None  # when the ranks that are left are killed
 
     def run(self) -> int:
-        """Start the ranks and stay until all have ended; returns the exit code of the job.
+        """Start the ranks and wait until all have ended; returns the exit code of the job.
 
-        0 when a rank has finished the job, 2 for bad input, 1 when replicas end again and again before they have
-        loaded, or 128 and a signal's number.
+        0 if a rank has finished the job, 2 for bad input, 1 if replicas repeatedly end before they have loaded, or 128
+        plus a signal's number.
         """
         with self._signals():
             self._store = StoreServer()
@@ -152,7 +152,7 @@ class Supervisor:
         return rendezvous, Watch(rendezvous)
 
     def _start(self, place: int) -> None:
-        number = place + self.num_replicas * self._num_started[place]  # whose rest is the place, and so its role
+        number = place + self.num_replicas * self._num_started[place]  # modulo num_replicas: the place
         self._num_started[place] += 1
         replica = self._replicas[number] = Replica(number, place)
 
@@ -171,7 +171,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Pass SIGTERM and SIGINT on to the ranks: they know how to end."""
+        """Forward SIGTERM and SIGINT to the ranks, which handle them."""
 
         def take(number: int, _: object) -> None:
             self._signalled = number
@@ -230,7 +230,7 @@ class Supervisor:
                 replica.is_ready = all(self._rendezvous.is_ready(member) for member in members)
 
     def _end_the_dead(self) -> None:
-        """Kill what hangs or is dead to the others, so that its place can be filled. Loading has no time limit here."""
+        """Kill ranks that hang or are declared dead, so that they can be replaced. Loading has no time limit here."""
         for number, replica in self._replicas.items():
             if replica.is_stopped():
                 self._rendezvous.mark_dead(number, "it was stopped")
@@ -246,7 +246,7 @@ class Supervisor:
                     replica.signal(signal.SIGKILL)
 
     def _found_or_offer(self) -> None:
-        """Name the replicas that wait to join; if no mesh is left, let the first of them begin one."""
+        """Publish the replicas that wait to join; if no mesh is left, let the first of them start one."""
         while (decision := self._rendezvous.decision(self._epoch + 1)) is not None:
             self._epoch += 1
             self._members = decision.replicas
@@ -270,7 +270,7 @@ class Supervisor:
             self._rendezvous.offer(waiting)
 
     def _end(self, code: int, patience: float, number: int | None = None) -> None:
-        """End the job with `code`: replace nothing, and kill what is left after `patience` seconds."""
+        """End the job with `code`: replace no replica, and kill the remaining ranks after `patience` seconds."""
         if not self._code:
             self._code = code
         if self._until is None:
