@@ -26,7 +26,7 @@ from lpr.model.step_inputs import Row, StepInputs, current_step, in_step
 from lpr.model.transformers_versions import passed
 
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
-"""By model: held by the engine that calls it, as each calls it with its own attention."""
+"""Per model, a lock: each engine that shares the model calls it with its own attention implementation."""
 ShareHeights = Callable[[check.Heights | str], check.Heights | str]
 
 
@@ -40,35 +40,36 @@ class Adapter:
         exact: bool = False,
         share_heights: ShareHeights = lambda found: found,
     ) -> None:
-        """Switch `model` (any transformers causal LM) to tree attention; raises InputError where that cannot work.
+        """Change `model` (any transformers causal LM) to tree attention; raises InputError if that cannot work.
 
         `attention` is one of ATTENTION. "auto" is "triton" on a GPU and "native" on a CPU, if `self_check` finds that
-        it works with this model, and "sdpa" elsewhere. `exact` makes logits the same bits for every shape of a step
-        (lpr.model.exact); ranks that share weights agree on the heights of matrix products by `share_heights`.
+        it works with this model, and "sdpa" otherwise. `exact` makes logits bitwise independent of a step's shape
+        (lpr.model.exact); tensor-parallel ranks agree on the heights of matrix products by `share_heights`.
         """
         self.model = model.eval()
         self.lock = _locks.setdefault(model, threading.RLock())
-        """Held in a forward; engines of one model take turns."""
+        """Held during a forward; engines of one model take turns."""
         self.trains = False
-        """True if a module within the model is in training mode, as the engine has found."""
+        """True if some module of the model is in training mode; set by the engine."""
         self.device = next(model.parameters()).device
         self.config = model.config.get_text_config(decoder=True)
         on_cpu = self.device.type == "cpu"
         self.node_bucket, self.kv_bucket = (1, 32) if on_cpu else (16, 256)
-        """T and KV of a step are padded to multiples of these. On a GPU few shapes repeat, as tuned kernels need; on a
-        CPU every padded node costs its full arithmetic."""
+        """T and KV of a step are padded to multiples of these. Coarse on a GPU, where tuned kernels need few shapes;
+        fine on a CPU, where padding costs full arithmetic."""
         self.packed = False
-        """True if unequal rows are laid out without padding; `self_check` takes it back for a model that cannot."""
+        """True if sequences of unequal length are packed without padding; `self_check` clears it for a model that
+        fails so."""
         self.reads_tables = True
-        """True if attention that reads bits reads block tables, too; `self_check` takes it back like `packed`."""
+        """True if attention that reads bits also reads block tables; `self_check` may clear it like `packed`."""
         self.accepts_positions = takes_positions(model)
         self.exact = exact
         self.heights: check.Heights | None = None
-        """Rows of the products of a step in exact mode; `why_not_exact` finds how many agree."""
+        """In exact mode, the numbers of rows M at which a GEMM gives a row the same bits; set by `why_not_exact`."""
         self._functions: FixedFunctions | None = None
         self._share_heights = share_heights
         self.layer_rules: dict[int | None, Any] = {}
-        """As StepInputs.layer_rules, of all steps."""
+        """As StepInputs.layer_rules, shared by all steps."""
         self.may_fall_back = attention == "auto"
         """True if `self_check` may choose "sdpa" instead."""
         self.set_attention(attention)
@@ -80,7 +81,7 @@ class Adapter:
 
     @property
     def attention_name(self) -> str:
-        """The name of its implementation in the registries of transformers."""
+        """The implementation's name in the registries of transformers."""
         return self.backend.name(self.exact)
 
     @property
@@ -90,12 +91,12 @@ class Adapter:
 
     @property
     def packs_bits(self) -> bool:
-        """True if attention that reads bits takes packed sequences; scans and exact sums take a row of each."""
+        """True if attention that reads bits takes packed sequences; not with recurrent layers or in exact mode."""
         return self.reads_bits and not self.exact and not is_recurrent(self.model)
 
     @property
     def reads_pages(self) -> bool:
-        """True if attention on a CPU reads trees and block tables as they are."""
+        """True if attention on a CPU reads trees and block tables directly."""
         return self.backend.reads is Reads.PAGES
 
     def set_attention(self, choice: str) -> None:
@@ -109,7 +110,7 @@ class Adapter:
             self._names = names_of(self._configs)
 
     def why_not_exact(self) -> str | None:
-        """Prepare exact mode; why it cannot be, as far as that is known without a forward, or None."""
+        """Prepare exact mode; returns the reason if it is impossible, as far as known without a forward, else None."""
         if self.device.type != "cpu" and not self.reads_bits:
             return f"on a GPU attention={self.attention!r} adds in the order of cache rows; use 'triton'"
         reason = check.refusal(self.model, not self.model._can_set_attn_implementation())
@@ -127,7 +128,7 @@ class Adapter:
         return None
 
     def step_inputs(self, rows: Sequence[Row], cache: KVCache) -> StepInputs:
-        """The tensors of a step's forward over `rows`, in this device's shapes."""
+        """The tensors of a step's forward over `rows`, padded to this device's buckets."""
         return self.inputs(rows, cache, self.node_bucket, self.kv_bucket, self.packed)
 
     def inputs(
@@ -149,13 +150,13 @@ class Adapter:
         )
 
     def bind(self, inputs: StepInputs, cache: KVCache) -> None:
-        """Give `inputs` what attention looks up in them, before a forward."""
+        """Set the fields of `inputs` that attention reads, before a forward."""
         inputs.layer_rules, inputs.heights, inputs.cache = self.layer_rules, self.heights, cache
         if cache.adapters is not None and inputs.rows:
             inputs.adapters = cache.adapters.of_step(inputs)
 
     def keep_hidden(self) -> None:
-        """From now on every step keeps its hidden states (StepInputs.hidden)."""
+        """Keep the hidden states of every later step (StepInputs.hidden)."""
         self.model.get_decoder().register_forward_hook(_keep_hidden)
 
     @torch.no_grad()
@@ -164,13 +165,12 @@ class Adapter:
     ) -> torch.Tensor:
         """One forward; the logits [sum of num_results, V] of the rows' last `num_results` entries, row after row.
 
-        The model has this adapter's attention and evaluates meanwhile, whatever its program has set since.
-        `compiled` calls the model as torch.compile made it; otherwise it is called directly in any case. Another
-        `model` is called in its place, a copy of it.
+        During the call the model has this adapter's attention and is in evaluation mode. With `compiled` the result of
+        torch.compile is called, else the uncompiled model. `model` is a copy to call instead of the model.
         """
         self.bind(inputs, cache)
         if model is not None:
-            inputs.adapters = None  # a copy drafts without them
+            inputs.adapters = None  # a copy drafts without adapters
         extra: dict[str, Any] = {"position_ids": inputs.positions} if self.accepts_positions else {}
         extra |= passed(cache, self.model)
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
@@ -191,7 +191,7 @@ class Adapter:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Let the model have this adapter's attention, and evaluate."""
+        """Context: the model has this adapter's attention and is in evaluation mode."""
         names = names_of(self._configs)
         set_names(self._configs, self._names)
         try:
@@ -208,19 +208,19 @@ class Adapter:
 
 
 def names_of(configs: Sequence[Any]) -> list[Any]:
-    """The attention that each config chooses."""
+    """The attention implementation's name in each config."""
     return [config._attn_implementation_internal for config in configs]
 
 
 def set_names(configs: Sequence[Any], names: Sequence[Any]) -> None:
-    """Let each config choose an attention."""
+    """Set the attention implementation's name in each config."""
     for config, name in zip(configs, names, strict=True):
         config._attn_implementation_internal = name
 
 
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Restore at the end the attention that `model` has now."""
+    """Context: restores the present attention of `model` at the end."""
     configs = attention_configs(model)
     names = names_of(configs)
     try:
@@ -231,7 +231,7 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluate without dropout, and restore the mode of each module at the end."""
+    """Context: evaluation mode without dropout; restores each module's mode at the end."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -242,5 +242,5 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _keep_hidden(module: torch.nn.Module, args: Any, output: Any) -> None:
-    if (step := current_step()) is not None:  # ranks that are threads share a model
+    if (step := current_step()) is not None:  # in tests, ranks are threads that share a model
         step.hidden = output.last_hidden_state

@@ -1,6 +1,6 @@
-"""How the rows of a step become results.
+"""Forward strategies: from the rows of a step to its results.
 
-EagerForward calls the model, `graphs.GraphForward` replays captured calls, perhaps of a `compiled.CompiledForward`.
+EagerForward calls the model. `graphs.GraphForward` replays captured calls, possibly of a CompiledForward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lpr.model.step_inputs import Row, StepInputs
 
 
 class EagerForward:
-    """Lays out the rows of each step anew and calls the model; the interface of all strategies."""
+    """Builds the inputs of each step and calls the model; also the interface of all strategies."""
 
     capturer: Capturer | None = None
     """Captures steps; None evaluates them directly."""
@@ -32,13 +32,13 @@ class EagerForward:
     def __init__(
         self, adapter: Adapter, sampler: Sampler, cache: KVCache, before_launch: Callable[[], None] = lambda: None
     ) -> None:
-        """Evaluate on `cache`; `before_launch` is called when a step's inputs are made, before the device has work."""
+        """A forward on `cache`; `before_launch` is called after a step's inputs are built, before the launch."""
         self.adapter = adapter
         self.sampler = sampler
         self.cache = cache
         self.before_launch = before_launch
         self.hidden: dict[int, torch.Tensor] = {}
-        """Last hidden states [entries, H] of the last step's rows, by slot, where the adapter keeps them."""
+        """By slot, the last hidden states [entries, H] of the last step's rows, if the adapter keeps them."""
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:

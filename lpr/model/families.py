@@ -1,4 +1,4 @@
-"""What the config and class of a model tell: families that cannot run a tree, recurrent layers, experts, positions."""
+"""Properties read from a model's config and class: support for trees, recurrent layers, experts, positions."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def position_limit(config: Any) -> tuple[int, str] | None:
-    """The number of positions up to which batches are exact, and why, if it is less than the model's own.
+    """The largest number of positions with exact batches, and the reason, if it is below the model's own limit.
 
-    Longrope (Phi-3 128k) takes other frequencies for *all* rows of a forward, at all positions, as soon as one
-    position passes the original context. Drafts and neighbours in the batch would then change a text.
+    Longrope (Phi-3 128k) switches to other frequencies for *all* rows of a forward as soon as one position exceeds the
+    original context. Drafts and neighbours in the batch would then change the output.
     """
     if limit := getattr(config, "log_scaling_n_floor", None):  # Inkling
         return int(limit), "beyond them attention is scaled by the cache row of a token"

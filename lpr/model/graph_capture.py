@@ -1,4 +1,4 @@
-"""Capturing a program as a CUDA graph, and telling which models cannot be captured."""
+"""Capture of a program as a CUDA graph, and the check for models that cannot be captured."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Capturer(Protocol):
     """Turns a program into its replay; the tests have one for a CPU."""
 
     def capture(self, program: Program) -> Program:
-        """Run `program` once for real, then record it; the replay returns the same tensor each time."""
+        """Run `program` once eagerly, then record it; every replay returns the same tensor."""
         ...
 
     def release(self) -> None:
-        """Drop what was captured, whoever still holds it; it must not be replayed again."""
+        """Free all captured graphs, also ones still referenced; they must not be replayed again."""
 
 
 class CudaCapturer(Capturer):
@@ -47,7 +47,7 @@ class CudaCapturer(Capturer):
         for graph in list(self._graphs):
             graph.reset()
         self._graphs.clear()
-        # A tensor that outlives the graphs of a pool keeps it from being captured into again.
+        # A new pool: a tensor that outlives the graphs of a pool prevents further captures into it.
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, program: Program) -> Program:
@@ -59,11 +59,11 @@ class CudaCapturer(Capturer):
             torch.cuda.current_stream().wait_stream(self._stream)
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
-                # NCCL's watchdog queries events from a thread of its own meanwhile: only this thread must not wait.
+                # thread_local: NCCL's watchdog thread queries events during the capture.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     results = program()
             except Exception:
-                torch.cuda.set_stream(stream)  # the failed end of a capture leaves its own stream current
+                torch.cuda.set_stream(stream)  # a failed capture leaves its stream current
                 raise
 
         self._graphs.add(graph)
@@ -80,7 +80,7 @@ class WaitsError(RuntimeError):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises WaitsError at an operator that the host would have to wait for: no graph can hold it."""
+    """Raises WaitsError at an operator that synchronises the host, which a graph cannot contain."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
@@ -104,7 +104,7 @@ def uncapturable(model: PreTrainedModel, accepts_positions: bool) -> str | None:
     if sparse.pools(config):
         return "which of its tokens are pooled is found on the host"
     is_eager = getattr(config, "_experts_implementation", None) == "eager" and model._can_set_experts_implementation()
-    if is_eager and has_experts(config):  # families with experts of their own (Llama 4) do not look at the setting
+    if is_eager and has_experts(config):  # families with their own experts code (Llama 4) ignore the setting
         return "its experts implementation 'eager' asks the device which experts are hit (use 'grouped_mm')"
     if not accepts_positions:
         return "its forward takes no positions, so that the cached length would be a constant of the graph"

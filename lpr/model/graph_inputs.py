@@ -1,9 +1,9 @@
-"""A step's inputs at fixed places on the device: what a captured graph reads, filled by one copy.
+"""A captured graph's inputs, at fixed device addresses, filled by one copy per step.
 
-A step is padded to a `StaticShape`, one of a small number. Packed, its sequences lie one after the other in a single
-row [1, N], pieces of prompts among them, and only N is padded. Else each has a row of its own. Everything that differs
-between two steps of one shape is in a single run of int32 words: tokens, positions, cache rows, ancestors as bits, and
-the sampling parameters. A dense mask is made of the bits on the device, as part of the graph.
+A step is padded to one of a few `StaticShape`s. A packed step has its sequences, prompt chunks included, one after the
+other in a single row [1, N], and only N is padded. Otherwise each sequence has its own row. All values that differ
+between two steps of one shape are in one block of int32 words: tokens, positions, cache rows, ancestor bits, and the
+sampling parameters. A dense mask, if needed, is made from the bits on the device, as part of the graph.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from lpr.model.tree_mask import WORD_BITS, TreeMask
 NODE_BUCKETS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """T: entries per row, pending chain included."""
 KV_BUCKETS = tuple(sorted([1 << octave for octave in range(8, 24)] + [3 << octave for octave in range(8, 23)]))
-"""KV: cache rows that attention reads; two per octave, so that a kernel without lengths reads half too many at most."""
+"""KV: cache rows that attention reads; two per octave, so that a kernel without lengths reads at most half too many."""
 BATCH_NODE_BUCKETS = (1, 16, 48, 96, 192, 384, 1024)
-"""T of a batch: fewer, as there are several batch sizes."""
+"""T of a batch: fewer buckets, because there are several batch sizes."""
 PACKED_BUCKETS = (
     1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192,
     256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048,
 )  # fmt: skip
 """N of a packed step: all entries together. A step of more is evaluated directly."""
 MANY_ENTRIES = 256
-"""N from which on a packed step has fewer shapes: the rest of it takes so long that sampling costs nothing beside."""
+"""N from which on packed steps have fewer shapes: the cost of unneeded sampling is then negligible."""
 SEQUENCE_BUCKETS = (1, 4, 16, 64, 256)
-"""S of a packed step: they decide how attention is cut, and more than there are cost next to nothing."""
+"""S of a packed step: it decides the launch grid of attention; unused sequences cost almost nothing."""
 WIDE_KV = (1024,)
-"""KV where a kernel reads the lengths: there it only decides into how many parts the keys are split."""
+"""KV for kernels that read the lengths: there KV only decides the number of key splits."""
 WIDE_BATCH = 8
-"""Sequences from which on they are not split for the length, as they fill a GPU."""
+"""Number of sequences from which on keys are not split by length, because the batch fills a GPU."""
 FEW_KEYS = 16
-"""Noise keys for each sequence of a shape that samples; trees of more positions have a shape with one for each row."""
+"""Noise keys per sequence of a sampling shape; trees with more positions use a shape with one key per row."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,20 @@ class StaticShape:
     num_keys: int
     """Noise keys; 0: no row is sampled."""
     filtered: bool
-    """True if limits are applied: always where rows are sampled, which makes shapes fewer, unless the vocabulary is in
-    parts."""
+    """True if top-k, top-p and min-p are applied. For fewer shapes, always true for sampled rows, except with
+    vocab-parallel sampling."""
     tree_bits: bool = False
     """True if attention reads the ancestors as bits, in place of a dense mask."""
     by_table: bool = False
     """True if it reads block tables, in place of a block's own rows."""
     is_wide: bool = False
-    """True if a vocabulary in parts is gathered for a limit that needs the whole of it."""
+    """True if vocab-parallel logits are gathered for a limit that needs the whole vocabulary."""
     only_logits: bool = False
     """True if the graph ends at the logits [B * T, V]; tokens are then chosen outside of it."""
     num_kept: int = 0
     """M results of a packed step, in which `batch` are the sequences and `num_entries` is N; 0: it is not packed."""
     with_adapters: bool = False
-    """True if entries have adapters; steps without any do not read their weights."""
+    """True if some entries have adapters; other steps do not read adapter weights."""
 
     @property
     def num_computed(self) -> int:
@@ -89,7 +89,7 @@ class StaticShape:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The shape in int32 words of each part, in the order in which they lie; 64-bit ones first."""
+        """The shape in int32 words of each part, in memory order; 64-bit parts first."""
         batch, entries = (self.batch,), (1 if self.num_kept else self.batch, self.num_entries)
         of_packed = {"wanted": (self.num_kept,), "starts": (self.batch + 1,), "slots": batch}
         return {
@@ -112,8 +112,8 @@ class StaticShape:
         return sum(map(prod, self.sizes.values()))
 
     def place(self, words: np.ndarray, rows: Sequence[Row], selection: Selection, cache: KVCache) -> None:
-        """Write the words [num_words] of a step of `rows` on the host; neighbouring slots from `first_slot` on, unless
-        it is packed.
+        """Write the words [num_words] of a step of `rows` on the host; unless packed, slots are consecutive from
+        `first_slot`.
         """
         if self.num_kept:
             cache.place_packed(words, rows, self.batch, self.num_entries, self.num_kept)
@@ -185,10 +185,10 @@ def static_shape(
     in_parts: bool = False,
     tables: bool = True,
 ) -> StaticShape | None:
-    """The smallest shape that holds `rows`, of a multiple of `height` entries a row and at most `max_entries`.
+    """The smallest shape that holds `rows`, with a multiple of `height` entries per row and at most `max_entries`.
 
-    None if there is none: a shape is one block, of neighbouring slots in order. Where the vocabulary is `in_parts`,
-    limits cost an exchange of their own.
+    None if there is none: a shape is one block of consecutive slots. With vocab-parallel sampling (`in_parts`), limits
+    cost an additional exchange, so they are applied only if needed.
     """
     first = rows[0].slot
     longest = max([row.num_entries for row in rows])
@@ -230,7 +230,7 @@ def packed_shape(
 
 
 def kept_buckets(num_entries: int, most_results: int) -> Sequence[int]:
-    """The values of M of a packed step: all entries have results or, beside pieces of prompts, up to a quarter."""
+    """The values of M of a packed step: all entries have results or, beside prompt chunks, at most a quarter."""
     most = min(num_entries, bucket_of(most_results, PACKED_BUCKETS))
     return (most,) if num_entries < MANY_ENTRIES else sorted({min(num_entries // 4, most), most})
 
@@ -242,7 +242,7 @@ def sequence_buckets(num_entries: int, num_slots: int) -> Sequence[int]:
 
 
 def packed_kv(batch: int, num_entries: int, rows_per_slot: int) -> Sequence[int]:
-    """The values of KV of a packed step: few entries of one sequence are split for the length."""
+    """The values of KV of a packed step: with few entries of one sequence, keys are split by length."""
     return wide_kv(1 if batch == 1 and num_entries < MANY_ENTRIES else WIDE_BATCH, rows_per_slot)
 
 
@@ -262,7 +262,7 @@ def packed_inputs(rows: Sequence[Row], cache: KVCache, device: torch.device, buc
 
 @lru_cache(maxsize=1024)
 def _known_shape(*fields: Any) -> StaticShape:
-    """One object for each shape: what follows from its fields is computed once, not in every step."""
+    """A shape, cached so that its derived properties are computed once instead of in every step."""
     return StaticShape(*fields)
 
 

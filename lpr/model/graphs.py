@@ -1,8 +1,8 @@
-"""Steps as CUDA graphs: everything between a step's inputs and its results, launched by one call.
+"""Steps as CUDA graphs: one launch per step.
 
-A graph per `StaticShape` launches the thousands of kernels of a forward at once. Only the words of a step change
-between two replays. Graphs share one pool of memory: they never run at the same time, and a step's results are copied
-on, in stream order, before the next replay. Steps that are not captured are evaluated directly, with the same results.
+There is one graph per `StaticShape`; only the words of a step change between replays. Graphs share one memory pool:
+they never run at the same time, and a step's results are copied away, in stream order, before the next replay. Steps
+that are not captured are evaluated directly, with the same results.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from lpr.model.transfer import Upload
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 256
-"""Graphs kept; the one not used for longest goes first."""
+"""Most graphs kept; the least recently used one is evicted."""
 MOST_COMMON = 192
 """Graphs captured at the start."""
 PENDING = 32
@@ -56,7 +56,7 @@ PENDING = 32
 CAPTURED, FAILED, WRONG = range(3)
 """Outcomes of a capture. WRONG: the model's forward cannot be a graph, nor the program that would be one."""
 COMMON_KV = 512
-"""Cached lengths up to this are captured when the model is loaded, longer ones when they come."""
+"""Longest cached length captured at load; graphs of longer ones are captured when first needed."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 64 << 20  # memory is taken in pieces of about so many bytes, when their first page is needed
+SLAB_BYTES = 64 << 20  # approximate size of an allocation, made when its first page is needed
 NUM_TIMED = 8  # pages whose copies are timed
 
 
 class HostPages:
-    """K/V of pages that left the cache; on a GPU in pinned memory, so that no copy waits for the host."""
+    """K/V of swapped-out pages; for a GPU in pinned memory, so that copies are asynchronous."""
 
     def __init__(self, pools: Sequence[Tensor], page_size: int, slab_bytes: int = SLAB_BYTES) -> None:
         """Room for pages of `pools`, tensors [layers, rows, heads, dim] of the cache, in pieces of `slab_bytes`."""
@@ -47,10 +47,10 @@ class HostPages:
 def swap_ms(pools: Sequence[Tensor], page_size: int) -> float:
     """Measured milliseconds to copy one of the first pages to host memory and back."""
     count, device = max(1, min(NUM_TIMED, (pools[0].shape[1] - 1) // page_size)), pools[0].device
-    if device.type == "cpu":  # the system has not given the cache its memory yet
+    if device.type == "cpu":  # the cache's memory may not be populated yet
         pools = [pool.new_empty(len(pool), count * page_size, *pool.shape[2:]) for pool in pools]
     pages, took = HostPages(pools, page_size, slab_bytes=0), []
-    for _ in range(3):  # the first one gets the memory
+    for _ in range(3):  # the first iteration allocates
         _wait_for(device)
         began = time.perf_counter()
         for page in range(count):

@@ -1,8 +1,8 @@
-"""The tensors of one forward: what rows of committed tokens and tree nodes become for the model.
+"""Builds the tensors of one forward from rows of committed tokens and tree nodes.
 
-Rows that share a call of attention form a *block*: a rectangle of B neighbouring slots with T entries each, padded on
-the left. Padded inputs are one block, [B, T] for the model. Packed inputs are a block per row, one after the other in a
-single row [1, N] of the model, so that unequal sequences pay for no padding; only attention tells them apart.
+Rows that share a call of attention form a *block*: a rectangle of B consecutive slots with T entries each, padded on
+the left. Padded inputs are one block, [B, T] for the model. Packed inputs are one block per row, concatenated to a
+single row [1, N] of the model without padding; only attention separates them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ def build_inputs(
     heights: Heights | None = None,
     tables: bool = True,
 ) -> StepInputs:
-    """Lay `rows` out as the tensors of a forward over `cache`: in one block (neighbouring slots, in order), or packed.
+    """The tensors of a forward of `rows` over `cache`: one block (consecutive slots, in order), or packed.
 
-    T and KV are padded to multiples of `node_bucket` and `kv_bucket`. `tree_bits` asks for a `tree_mask` in place of a
-    dense `visible`, and of block tables, if `tables`; `heights` for products of as many rows as exact mode needs.
+    T and KV are padded to multiples of `node_bucket` and `kv_bucket`. With `tree_bits` the mask is a `tree_mask`
+    instead of a dense `visible`, and keys are given by block tables if `tables`. With `heights` rows are padded to the
+    numbers of GEMM rows of exact mode.
     """
     node_bucket = lcm(node_bucket, heights.multiple) if heights is not None else node_bucket
     together = _same_shape(rows, node_bucket, kv_bucket) and cache.lie_evenly(rows)
     groups = [[row] for row in rows] if packed and not together else [list(rows)]
-    fewest = 1  # entries of a block: exact products, and with them enough to keep `_num_kept` logits
+    fewest = 1  # least entries of a block, for exact products and for `_num_kept` logits
     if heights is not None:
         fewest = max(heights.fewest, _num_kept(max(row.num_results for row in rows), heights))
     parts: list[torch.Tensor] = []
@@ -69,9 +70,9 @@ def build_inputs(
 def build_page_inputs(
     rows: Sequence[Row], cache: KVCache, node_bucket: int, packed: bool, heights: Heights | None
 ) -> StepInputs:
-    """As `build_inputs` on a CPU, for attention that reads pages: no mask and no lists of cache rows.
+    """As `build_inputs` on a CPU, for attention that reads pages: without mask and lists of cache rows.
 
-    Packed inputs are one row with all entries, and whatever padding products need before them.
+    Packed inputs are one row with all entries, after the padding that exact products need.
     """
     node_bucket = lcm(node_bucket, heights.multiple) if heights is not None else node_bucket
     counts, num_results = [row.num_entries for row in rows], [row.num_results for row in rows]
@@ -90,7 +91,7 @@ def build_page_inputs(
     block = Block(0, rows[0].slot, num_kv, positions, None, None)
     kept: int | torch.Tensor
     if heights is None and not any(num_results):
-        kept = torch.empty(0, dtype=torch.int64)  # a prompt's piece needs no logits; the head reads many weights
+        kept = torch.empty(0, dtype=torch.int64)  # a prompt chunk needs no logits
     elif not packed:
         kept = _num_kept(max(1, *num_results), heights)
     else:
@@ -119,7 +120,7 @@ def _build_block(
     num_kv = min(round_up(max(row.num_cached + row.num_entries for row in group), kv_bucket), cache.rows_per_slot)
     is_run = len(group) == 1 and num_entries == first.num_entries
     is_open = is_run and num_entries == 1 and not tree_bits and may_skip_mask
-    if is_open:  # a plain step: nothing is hidden, and attention without a mask is a tenth of it faster
+    if is_open:  # a plain step hides no key; attention without a mask saves a tenth of it
         num_kv = first.num_cached + 1
     is_causal = is_run and num_entries == num_kv > 1 and may_skip_mask and not tree_bits and first.is_prompt
     without_mask = tree_bits or is_open or is_causal
@@ -143,14 +144,14 @@ def _build_block(
 
 
 def _num_kept(num_results: int, heights: Heights | None) -> int:
-    """Rows of logits to compute for `num_results` wanted ones."""
+    """Number of logits rows to compute for `num_results` wanted ones."""
     return num_results if heights is None else round_up(max(num_results, heights.fewest), heights.head_multiple)
 
 
 def _logits_to_keep(
     rows: Sequence[Row], blocks: Sequence[Block], device: torch.device, heights: Heights | None
 ) -> int | torch.Tensor:
-    """The wanted entries, the last ones of each row; before them unread ones, if they are too few."""
+    """The wanted entries (the last ones of each row), after unread ones if exact products need more rows."""
     if len(blocks) == 1:
         return _num_kept(max(1, *(row.num_results for row in rows)), heights)
     ends = [block.start + block.positions.shape[1] for block in blocks]
@@ -160,7 +161,7 @@ def _logits_to_keep(
 def _wanted(
     num_results: Sequence[int], ends: Sequence[int], heights: Heights | None, device: torch.device
 ) -> torch.Tensor:
-    """Indices of the last `num_results` entries before each end, and before all of them some that are not read."""
+    """Indices of the last `num_results` entries before each end, after unread ones if exact products need more rows."""
     wanted = [entry for count, end in zip(num_results, ends, strict=True) for entry in range(end - count, end)]
     return to_device(np.array([0] * (_num_kept(len(wanted), heights) - len(wanted)) + wanted, np.int64), device)
 
@@ -203,6 +204,6 @@ def ancestor_matrix(parents: Sequence[int] | np.ndarray) -> np.ndarray:
     """Bool [n, n]: true where j is node i itself or one of its ancestors."""
     count = len(parents)
     if np.array_equal(parents, np.arange(-1, count - 1)):
-        return np.tri(count, dtype=bool)  # a chain; a long prompt's bit sets would take quadratic time
+        return np.tri(count, dtype=bool)  # a chain: avoids quadratic time for a long prompt
     words = ancestor_words(parents, -(-count // WORD_BITS))
     return np.unpackbits(words.view(np.uint8), axis=1, count=count, bitorder="little").view(bool)

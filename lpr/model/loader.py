@@ -30,11 +30,12 @@ from lpr.model.parallel import TensorParallel, load_sharded
 from lpr.model.rewrite.merged_loading import laid_side_by_side
 from lpr.model.rewrite.sharded_layers import local
 
-_LOADING = threading.RLock()  # loading replaces functions of transformers, and threads would leave each others' there
+_LOADING = threading.RLock()  # loading patches functions of transformers, so one thread at a time may load
 _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
-"""Names of the number of positions in configs."""
+"""Config fields with the number of positions."""
 FEWEST_HALVED = 50_000_000
-"""Parameters from which on `auto` keeps bfloat16 on a CPU: less fits into its cache, where float32 is as fast."""
+"""Least number of parameters for which `auto` keeps bfloat16 on a CPU: a smaller model fits into the CPU's cache, where
+float32 is as fast."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -45,19 +46,19 @@ def bundled_model() -> str:
 
 @dataclass
 class Loaded:
-    """A model and what belongs to it."""
+    """A model with its tokenizer, limits and prediction head."""
 
     model: PreTrainedModel
     tokenizer: Any | None
     eos_token_ids: frozenset[int]
     max_positions: int | None
-    """Longest sequence that the model's positions allow, if its config has it."""
+    """Longest sequence that the model's positions allow; None if its config has no limit."""
     limit_reason: str = ""
     """The reason if that is shorter than the model's own limit."""
     head: DraftHead | None = None
     """The checkpoint's prediction head."""
     is_ours: bool = False
-    """True if it was loaded here: it has no other user, and its weights may be laid out anew."""
+    """True if it was loaded by lpr: it has no other user, so its weights may be repacked."""
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -71,7 +72,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:
-    """`auto` is the checkpoint's own dtype on an accelerator; on a CPU float32, if `_halved` finds nothing better."""
+    """`auto` is the checkpoint's dtype on an accelerator; on a CPU float32, or bfloat16 if `_halved`."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
@@ -82,13 +83,13 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.
 
 
 def multiplies_bfloat16() -> bool:
-    """True if this processor has instructions for it (AVX-512 BF16, AMX)."""
+    """True if this processor has instructions for bfloat16 products (AVX-512 BF16, AMX)."""
     found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def _halved(config: Any, device: torch.device) -> bool:
-    """True if `auto` on this CPU may be bfloat16: the checkpoint has it, and the processor multiplies it."""
+    """True if `auto` is bfloat16 on this CPU: the checkpoint is in it, and the processor multiplies it."""
     is_plain = getattr(config, "quantization_config", None) is None and config.dtype is torch.bfloat16
     return device.type == "cpu" and is_plain and multiplies_bfloat16()
 
@@ -148,7 +149,7 @@ def _load(
         raise InputError(f"cannot load a model from {source!r}: {failure}") from failure
     except torch.cuda.OutOfMemoryError as failure:
         raise InputError(lack_of_memory(f"the weights of {source!r}", where)) from failure
-    except Exception as failure:  # transformers raises dozens of types here; all mean that this is no usable model
+    except Exception as failure:  # transformers raises dozens of types here
         raise InputError(f"cannot load a model from {source!r}: {_named(failure)}") from failure
     if form is not None:
         end_reading(model, quantised)
@@ -163,9 +164,9 @@ def _load(
 
 
 def _check_weights(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Raise InputError unless the weights of `source` and those of `model` are the same, its towers aside."""
+    """Raise InputError unless `source` has exactly the weights of `model`, except for multimodal towers."""
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-    if absent:  # transformers would go on with random numbers in their place
+    if absent:  # transformers initialises missing weights randomly
         lacking = f"{len(absent)} tensors that the model needs, the first: {absent[0]}"
         raise InputError(f"the weights in {source!r} lack {lacking}")
     if unused := text_keys(model, info["unexpected_keys"]):
@@ -174,12 +175,12 @@ def _check_weights(source: str, model: PreTrainedModel, info: dict[str, Any]) ->
 
 
 def _read_to(where: torch.device, read: Any, dtype: str | torch.dtype) -> Any:
-    """A whole model, read straight to its device: several replicas on a machine would not fit into its memory."""
+    """A whole model, read directly to its device: host copies of several replicas might not fit into memory."""
     return read(dtype=dtype) if where.type == "cpu" else read(dtype=dtype, device_map={"": where})
 
 
 def _laid(where: torch.device, read: Any, **how: Any) -> Any:
-    """What `read` reads, on a GPU with its projections side by side."""
+    """The model that `read` returns, on a GPU with its projections' weights contiguous."""
     with laid_side_by_side(where) if where.type == "cuda" else nullcontext():
         return read(**how)
 
@@ -194,7 +195,7 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any:
 
 
 def _check_folder(source: str) -> None:
-    """Raise InputError for a missing folder, which transformers would look for on the hub."""
+    """Raise InputError for a missing folder, which transformers would search on the hub."""
     path = Path(source)
     looks_local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1
     if looks_local and not path.is_dir():
@@ -215,7 +216,7 @@ def wrap(model: PreTrainedModel, tokenizer: Any | None) -> Loaded:
 
 
 def lack_of_memory(what: str, device: torch.device) -> str:
-    """One line for an OutOfMemoryError, with the numbers of `device`."""
+    """A one-line message for an OutOfMemoryError, with the memory sizes of `device`."""
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
     held = torch.cuda.memory_allocated(device) / 2**30
     sizes = f"{total:.1f} GiB, of which lpr holds {held:.1f} and {free:.1f} are free"
@@ -227,7 +228,7 @@ def _named(failure: Exception) -> str:
 
 
 def plain_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's parts of `named`, quantised tensors (wrapper subclasses such as torchao's) as values, scales, ..."""
+    """This rank's parts of `named` tensors; quantised ones (subclasses such as torchao's) as values, scales, ..."""
     for name, whole in named:
         tensor = local(whole)
         if is_traceable_wrapper_subclass(tensor):
@@ -240,7 +241,7 @@ def plain_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
 def model_digest(model: PreTrainedModel) -> int:
     """64-bit digest of a model's config and this rank's weights: two sums over each tensor's bits, on its device.
 
-    The second sum weighs each word by its place, so that exchanged values show as well as changed ones.
+    The second sum weights each word by its place, which detects exchanged values.
     """
     return digest_of("\n".join([model.config.to_json_string(), *_sums(model)]))
 
@@ -268,5 +269,5 @@ def tokenizer_digest(tokenizer: Any | None) -> int:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return digest_of(repr(sorted(tokenizer.get_vocab().items())))
-    # Each call sets these two anew, so they say how it was used last.
+    # Each call of the tokenizer sets these two, so they depend on its last use.
     return digest_of(json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None}))

@@ -1,4 +1,4 @@
-"""The modes of torch that a program may be in, and that would change what a step makes or computes."""
+"""torch modes of the caller that would change a step's tensors or results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def autocasts() -> bool:
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Leave inference mode, autocast and a default device.
+    """Context without inference mode, autocast and a default device.
 
-    Tensors of inference mode cannot be written outside of it, and an engine lives longer than a caller's mode.
+    Tensors made in inference mode cannot be written outside of it, and an engine outlives the caller's mode.
     """
     with ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))
@@ -36,7 +36,7 @@ def own_modes() -> Iterator[None]:
 
 @contextmanager
 def _without_default_device() -> Iterator[None]:
-    """Take `torch.device` contexts off the stack of modes: the outermost would win over one that is entered here."""
+    """Context without `torch.device` contexts: the outermost one would override one entered here."""
     found = _exchange([])
     _exchange([mode for mode in found if not isinstance(mode, DeviceContext)])
     try:
@@ -46,7 +46,7 @@ def _without_default_device() -> Iterator[None]:
 
 
 def _exchange(modes: list[Any]) -> list[Any]:
-    """Put `modes` in the place of this thread's function modes, the outermost first; returns those."""
+    """Replace this thread's function modes by `modes`, the outermost first; returns the previous ones."""
     before = [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]
     for mode in modes:
         _push_mode(mode)
@@ -54,7 +54,7 @@ def _exchange(modes: list[Any]) -> list[Any]:
 
 
 def in_own_modes(function: Callable[..., T]) -> Callable[..., T]:
-    """A function that runs in `own_modes`, which are entered only where the caller's are others."""
+    """Decorator: runs the function in `own_modes`, if the caller's modes differ."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> T:

@@ -1,8 +1,8 @@
 """Multimodal checkpoints as text models: the wrapper's class without its towers.
 
-Checkpoints of `Mistral3ForConditionalGeneration` and its kin keep a decoder beside vision or audio towers. The class
-stays the wrapper's, so transformers maps the checkpoint's keys, quantisation and tensor parallelism as for the whole
-model. What text does not pass through is never built with memory nor read.
+Checkpoints such as `Mistral3ForConditionalGeneration` have a decoder beside vision or audio towers. The wrapper's class
+is kept, so transformers maps the checkpoint's keys, quantisation and tensor parallelism as for the whole model. Modules
+that text does not pass through are neither allocated nor read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lpr.config import InputError, first_line
 from lpr.model.rewrite.base import Rewrite, Setting, Stage, carry_out
 
 _PASSED = ("embed_",)
-"""Beginnings of names of modules beside the decoder that text passes through (Gemma 3n's embed_vision)."""
+"""Name prefixes of modules outside the decoder that text passes through (Gemma 3n's embed_vision)."""
 
 
 def decoder_class(config: PretrainedConfig) -> Any:
@@ -35,7 +35,7 @@ def decoder_class(config: PretrainedConfig) -> Any:
         return AutoModelForCausalLM
     wrapper: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if wrapper is None:
-        return AutoModelForCausalLM  # whose error names the types that it knows
+        return AutoModelForCausalLM  # its error lists the supported types
     if config.is_encoder_decoder or config.get_text_config(decoder=True).is_encoder_decoder:
         raise InputError(f"model type {config.model_type!r} is an encoder-decoder; lpr runs decoder-only models")
     return text_part(wrapper)
@@ -47,7 +47,7 @@ def is_text(config: PretrainedConfig) -> bool:
 
 
 def empty_decoder(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of `decoder_class`, with its initial weights; on the meta device without."""
+    """The model of `decoder_class`, with its initial weights; without memory on the meta device."""
     found = decoder_class(config)
     made: PreTrainedModel = found.from_config(config) if found is AutoModelForCausalLM else found(config)
     return made
@@ -60,7 +60,7 @@ def is_text_part(model: PreTrainedModel) -> bool:
 
 @cache
 def text_part(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class `wrapper` without towers. It keeps its name and module, by which transformers finds key mappings."""
+    """The class `wrapper` without towers, with the same name and module, by which transformers finds key mappings."""
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapper.__init__(self, *args, **kwargs)
@@ -74,22 +74,22 @@ def text_part(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 class Absent(nn.Module):
-    """A placeholder for a tower, which text does not reach."""
+    """A placeholder for a tower, which is never called for text."""
 
     dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self, name: str) -> None:
-        """In the place of the module `name`."""
+        """A placeholder for the module `name`."""
         super().__init__()
         self.name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Text does not come here in a model that is fit for it."""
+        """Raises an error: a supported model does not call towers for text."""
         raise InputError(f"text passes through its {self.name}, which a text model does not have")
 
 
 class DroppedTowers(Rewrite):
-    """Every module that neither holds nor belongs to the decoder or the head is left out."""
+    """Removes every module that is neither part nor ancestor of the decoder or the head."""
 
     name, stage = "no towers", Stage.LOAD
 
@@ -123,7 +123,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """True if the forward of `model` takes position_ids, or hands what it does not know to a decoder that does."""
+    """True if the forward of `model` takes position_ids, or passes keyword arguments to a decoder that does."""
     given = inspect.signature(type(model).forward).parameters
     if "position_ids" in given or not is_text_part(model):
         return "position_ids" in given
@@ -133,7 +133,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def check_generate(model: PreTrainedModel) -> None:
-    """Raise InputError unless the logits of `generate` are those of one forward over the text, as in a causal LM."""
+    """Raise InputError unless `generate` uses the logits of a plain forward over the text, as in a causal LM."""
     limit = 1e-4 if model.dtype in (torch.float32, torch.float64) else 6e-2
     name = model.config.model_type
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
@@ -157,7 +157,7 @@ def check_generate(model: PreTrainedModel) -> None:
 
 
 def text_keys(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
-    """Those of `keys` that name a tensor in the decoder or the head of `model`, if it is a wrapper's text part."""
+    """Those of `keys` in the decoder or the head of `model`, if it is a wrapper's text part; else all."""
     if not is_text_part(model):
         return []
     parts = model.get_decoder(), model.get_output_embeddings()

@@ -1,9 +1,9 @@
 """Tensor parallelism: one replica of a model on the ranks of a `tp` group, by transformers or by DeepSpeed.
 
-Every rank takes the same tokens, holds its heads' K/V, and returns the logits of the whole vocabulary or, where a step
-asks for them, of its own part of the head (lpr.model.sampling.parts). Layers that transformers has split become plain
-modules (lpr.model.rewrite.sharded_layers). Both backends can leave a layer whole without a
-message, so every shape is checked after loading.
+Every rank evaluates the same tokens, holds its heads' K/V, and returns the logits of the whole vocabulary or, for
+vocab-parallel sampling, of its own part of the head (lpr.model.sampling.parts). Layers that transformers has split
+become plain modules (lpr.model.rewrite.sharded_layers). Both backends may silently leave a layer unsplit, so every
+shape is checked after loading.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ DEEPSPEED_FAMILIES = (
     "biogpt", "falcon", "gemma2", "gpt_neox", "gptj", "llama", "mistral", "opt", "phi", "qwen2", "qwen3",
     "stablelm", "xglm",
 )  # fmt: skip
-"""Model types whose logits under AutoTP were compared with the whole model's. It refuses others (GPT-2, CodeGen), or
-splits them into something that runs and is wrong (Persimmon), which no check at load could tell."""
+"""Model types whose logits under AutoTP were compared with the whole model's. AutoTP refuses some others (GPT-2,
+CodeGen), and splits others wrongly without an error (Persimmon), which no check at load detects."""
 
 Read = Callable[..., tuple[PreTrainedModel, dict[str, Any]]]
 """`from_pretrained` of a checkpoint: takes dtype and further keyword arguments, returns model and loading info."""
 
-# Whole on every rank by design: routers, indexers, and the low-rank halves of latent attention, which feed all heads.
+# Replicated by design: routers, indexers, and the low-rank down projections of latent attention, which feed all heads.
 _MAY_BE_WHOLE = re.compile(r"norm|indexer|router|\bgate\.|shared_expert_gate|_a_proj|ln_|position|wpe")
 _IN_LAYER = re.compile(r"\.\d+\.")
 _LAYERS = ".*."
@@ -55,7 +55,7 @@ _QUERIES = re.compile(r"\.(q_proj|q_b_proj|q_gate_proj|kv_b_proj|qkv_proj|query_
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The ranks that share one replica, and the backend that splits the model."""
+    """A tensor-parallel group, and the backend that splits the model."""
 
     mesh: DeviceMesh  # one axis, `tp`
     backend: str = "transformers"
@@ -74,7 +74,7 @@ def load_sharded(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """This rank's part of the model that `read` loads, and the loading info of transformers.
 
-    Raises InputError if the model cannot be split over `tp.size` ranks, or was not.
+    Raises InputError if the model cannot be split over `tp.size` ranks, or if the backend did not split it.
     """
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def load_sharded(
     full = {name: tuple(each.shape) for name, each in whole.named_parameters() if name not in cut}
     ends = planned_ends(full, plan) if tp.backend == "transformers" else []
     parts = num_kv_heads(text) if splits_heads(plan) else tp.size
-    # Plans replicate most recurrent layers and indexers, and in some families split the experts alone.
+    # Plans replicate most recurrent layers and indexers, and in some families split only the experts.
     may_be_whole = unplanned(full, plan) if is_recurrent(whole) or selects(text) else []
     check_shards(full, local_shapes(model), tp.size, parts, ends, may_be_whole)
     return model, info
@@ -110,18 +110,18 @@ def splits_layers(plan: Mapping[str, str]) -> bool:
 
 
 def splits_heads(plan: Mapping[str, str]) -> bool:
-    """True if a plan gives each rank attention heads of its own; some split the experts only."""
+    """True if a plan splits attention heads; some plans split only the experts."""
     return any(style == "colwise" and _QUERIES.search(name) for name, style in plan.items())
 
 
 def unplanned(names: Iterable[str], plan: Mapping[str, str]) -> list[str]:
-    """The parameters that a plan leaves whole on every rank: most recurrent layers, and attention in some families."""
+    """The parameters that a plan replicates: most recurrent layers, and attention in some families."""
     generic = {name: _IN_LAYER.sub(_LAYERS, name) for name in names}
     return [name for name, key in generic.items() if not {key, key.rpartition(".")[0]}.intersection(plan)]
 
 
 def num_kv_heads(config: PretrainedConfig) -> int:
-    """Key/value heads of a decoder, by whichever name its config has for them."""
+    """The number of key/value heads of a decoder, from any of the config's names for it."""
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1  # Falcon 7B and GPT-BigCode, whose config also names the other architecture's count
     names = "num_key_value_heads", "num_kv_heads"
@@ -171,7 +171,7 @@ def _divisors(count: int) -> list[int]:
 
 
 def local_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters as this rank holds them; of low-bit weights those that they have once widened."""
+    """The shapes of this rank's parameters; of low-bit weights, the dequantised shapes."""
     found = {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()}
     coded = {name: each for name, each in coded_modules(model) if isinstance(each, CodedLinear)}
     return found | {f"{name}.weight": (len(each.weight), each.coding.num_inputs) for name, each in coded.items()}
@@ -193,8 +193,8 @@ def check_shards(
 ) -> None:
     """Raise InputError, naming the parameter, unless every matrix of a layer is split once and evenly.
 
-    `full` and `found` map names to the shapes of the whole model and of this rank's part. With fewer key/value heads
-    than ranks, k_proj and v_proj have one head. Outside the layers only `ends` have to be split, inside them all but
+    `full` and `found` map names to the shapes of the whole model and of this rank's shard. With fewer key/value heads
+    than ranks, k_proj and v_proj have one head. Outside the layers only `ends` must be split, inside them all except
     `may_be_whole`.
     """
     for name, shape in full.items():
@@ -221,7 +221,7 @@ def _load_with_transformers(
     kv_heads = num_kv_heads(config) if splits_heads(plan) else tp.size
     shared: dict[str, str] = {}
     if kv_heads < tp.size:
-        # The plan would cut a head in two. Each of these ranks needs one head, which others need too.
+        # The plan would split a head. Instead, several ranks have the same head.
         shared = {name: "replicate" for name, style in plan.items() if _KV_PROJECTION.search(name)}
         if not shared:
             raise InputError(
@@ -231,7 +231,7 @@ def _load_with_transformers(
     share_reading(whole_config, Share(tp.rank, tp.size, tp.mesh.get_group(), frozenset(shared)))
     given = {**own, **shared} if reading_of(whole_config) is None else {}
     split = DistributedConfig(tp_size=tp.size, tp_plan=given or None)
-    # None: weights stay on the host. With a device, transformers needs accelerate and reads straight to it.
+    # None: weights stay on the host. With a device, transformers reads directly to it, through accelerate.
     with split_over(tp.mesh, None if device.type == "cpu" else device):
         model, info = read(distributed_config=split)
     make_plain(model, {**plan, **shared}, tp.mesh.get_group(), tp.rank)
@@ -243,7 +243,7 @@ def _load_with_transformers(
 
 
 def _keep_one_kv_head(model: PreTrainedModel, head: int, num_groups: int) -> None:
-    """Cut one key/value head out of projections that every rank has read whole."""
+    """Slice one key/value head out of projections that every rank has read whole."""
     attentions: list[Any] = [each for each in model.modules() if hasattr(each, "k_proj") and hasattr(each, "v_proj")]
     for attention in attentions:
         dim = attention.head_dim
@@ -258,13 +258,13 @@ def _keep_one_kv_head(model: PreTrainedModel, head: int, num_groups: int) -> Non
 def _load_with_deepspeed(
     dtype: str | torch.dtype, device: torch.device, tp: TensorParallel, read: Read
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """By DeepSpeed's AutoTP, which copies this rank's part of each layer out of the mapped files of the checkpoint.
+    """Load with DeepSpeed's AutoTP, which copies this rank's shard of each layer from the memory-mapped checkpoint.
 
-    Embeddings stay whole on every rank, and the logits are all-reduced (the head is split along its input).
+    Embeddings are replicated, and the logits are all-reduced (the head is split along its input).
     """
     model, info = read(dtype="auto")
     with _quiet_deepspeed():
-        os.environ.setdefault("DS_ACCELERATOR", device.type)  # it takes the machine's best device otherwise
+        os.environ.setdefault("DS_ACCELERATOR", device.type)  # default: the machine's best device
         import deepspeed
         import deepspeed.ops
 
@@ -273,7 +273,7 @@ def _load_with_deepspeed(
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
         group = tp.mesh.get_group()
-        groups = SimpleNamespace(get_model_parallel_group=lambda: group)  # what it calls of Megatron's parallel state
+        groups = SimpleNamespace(get_model_parallel_group=lambda: group)  # Megatron's parallel state
         engine = deepspeed.init_inference(
             model,
             dtype=model.dtype,
@@ -286,7 +286,7 @@ def _load_with_deepspeed(
 
 @contextlib.contextmanager
 def _quiet_deepspeed() -> Iterator[None]:
-    """DeepSpeed prints and logs to stdout, which belongs to the program's results."""
+    """Context: keeps DeepSpeed's messages off stdout, which has the program's results."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with contextlib.redirect_stdout(io.StringIO()):
         yield

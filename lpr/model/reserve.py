@@ -1,6 +1,6 @@
 """Estimates of GPU memory: one sum for the start of an engine and for `lpr.plan`.
 
-What is there before the K/V cache is sized, and what steps need beside it. Marked *estimated* is what no GPU has shown.
+Memory used before the K/V cache is sized, and memory that steps need beside it. *Estimated* values were not measured.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from lpr.model.graphs import MOST_COMMON, PENDING
 from lpr.model.rewrite.merged_loading import IN_FLIGHT
 
 CONTEXT = 640 << 20
-"""Of the CUDA context and the kernels of torch's libraries, outside of torch's allocator. Estimated."""
+"""Bytes of the CUDA context and the kernels of torch's libraries, outside torch's allocator. Estimated."""
 COMMUNICATOR = 24 * 3 * ((512 << 10) + (4800 << 10) + (4 << 20))
-"""Of NCCL, for ranks of one axis: 24 channels, a ring's connection and two of a tree, each with buffers for its
+"""Bytes of NCCL, per mesh axis: 24 channels, a ring's connection and two of a tree, each with buffers for its
 protocols LL, LL128 and Simple (NCCL 2.x, src/include/device.h, NCCL_BUFFSIZE). Estimated; NVLS may take as much."""
 GRAPH_BYTES = 8 << 20
-"""Of a captured graph: its nodes and their arguments. Estimated."""
+"""Bytes of a captured graph: its nodes and their arguments. Estimated."""
 WORKSPACES = 512 << 20
-"""Of cuBLAS for each stream, Triton, and kernels that are loaded when first used. Estimated."""
+"""Bytes of cuBLAS for each stream, Triton, and lazily loaded kernels. Estimated."""
 PARTIAL_SUMS = 8
-"""Float32 copies of attention's output that split keys write, at most."""
+"""Most float32 copies of attention's output that split-KV writes."""
 FLOAT_COPIES = 3
 """Float32 copies of all logits where no kernel chooses tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSizes:
-    """Sizes of a model, as one rank holds it, that decide what steps need."""
+    """Sizes of one rank's part of a model that determine the memory of steps."""
 
     hidden: int
     widest: int
@@ -84,27 +84,27 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeeds:
-    """Bytes of one GPU, but for the K/V cache."""
+    """Bytes of one GPU, except for the K/V cache."""
 
     context: int
     weights: int
     loading: int
-    """Holes of what was read beside its place: weights of `IN_FLIGHT` layers, which the load itself needs too."""
+    """Temporary memory of loading: weights of `IN_FLIGHT` layers, which leave holes afterwards."""
     nccl: int
     layers: int
-    """Activations of a step and of a piece of a prompt."""
+    """Activations of a step and of a prompt chunk."""
     logits: int
     graphs: int
     workspaces: int
 
     @property
     def before(self) -> int:
-        """What is taken before the cache is sized: the rest is free then."""
+        """Bytes used before the cache is sized."""
         return self.context + self.weights + self.loading + self.nccl
 
     @property
     def steps(self) -> int:
-        """What steps take beside the cache: the reserve."""
+        """Bytes that steps need beside the cache: the reserve."""
         return self.layers + self.logits + self.graphs + self.workspaces
 
     @property
@@ -119,9 +119,9 @@ class MemoryNeeds:
 def memory_needs(sizes: RankSizes, steps: Steps, num_axes: int = 0) -> MemoryNeeds:
     """The sum, with communicators of `num_axes` axes of the mesh.
 
-    Logits are held twice in the model's dtype: by a graph, and for choices that are made outside of it. A layer's
-    input, projections and partial sums of attention come one layer at a time. Graphs share one pool, as large as the
-    largest needs; a prompt's piece does not use it.
+    Logits are held twice in the model's dtype: by a graph, and for sampling outside of it. A layer's input, projections
+    and partial sums of attention exist for one layer at a time. Graphs share one pool, of the size that the largest
+    needs; a prompt chunk does not use it.
     """
 
     def layer(num_entries: int) -> int:
@@ -161,7 +161,7 @@ def sizes_of(model: Any) -> RankSizes:
 def free_bytes(device: torch.device) -> int | None:
     """Free bytes of `device`, or None where they are unknown (a CPU without /proc).
 
-    What torch holds between tensors that live is not among them: no large tensor fits there.
+    torch's cached memory between live tensors does not count, because no large tensor fits there.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

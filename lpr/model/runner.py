@@ -40,25 +40,25 @@ def _nothing() -> None: ...
 
 
 def _hear(answers: list[Callable[[], None]]) -> None:
-    """Call what is in `answers`, once."""
+    """Call and remove the functions in `answers`."""
     while answers:
         answers.pop()()
 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """What only the ranks of a tensor-parallel replica need, which share its weights."""
+    """The collective operations of a tensor-parallel replica; the defaults are for a single rank."""
 
     check_rows: Callable[[Sequence[Row]], Callable[[], None]] = lambda rows: _nothing
-    """Called with the rows of every forward as soon as they are known; what it returns is called before the launch."""
+    """Called with the rows of every forward when they are known; the returned function is called before the launch."""
     share_heights: ShareHeights = lambda found: found
-    """The heights of exact matrix products that all of them agree on."""
+    """Returns the exact-mode heights that hold on all ranks."""
     worst: Callable[[int], int] = lambda found: found
-    """The largest of the numbers that they call it with."""
+    """Returns the maximum of the argument over all ranks."""
     tp_rank: int = 0
     tp_size: int = 1
     part: VocabularyHead | None = None
-    """This rank's part of the output head, among whose logits it chooses wherever that can be."""
+    """This rank's part of the output head, for vocab-parallel sampling; None without."""
 
 
 class TreeModel:
@@ -74,32 +74,32 @@ class TreeModel:
     ) -> None:
         """Make an Adapter of `model`; on a GPU, steps are captured as graphs, unless `graphs` is False.
 
-        The cache comes with `allocate`. Raises InputError for a choice that cannot work.
+        `allocate` makes the cache. Raises InputError for an unsupported choice.
         """
         self._shared = shared or SharedWeights()
         self.adapter = Adapter(model, attention, exact, self._shared.share_heights)
         self.model, self.device, self.config = model, self.adapter.device, self.adapter.config
         self.bank = Bank(model, self._shared.tp_rank, self._shared.tp_size)
-        """The adapters of its rows."""
+        """The loaded LoRA adapters."""
         self.vocab_size: int = self.config.vocab_size
         self.exact = exact
-        """True if logits are the same bits for every shape of a step."""
+        """True in exact mode: logits do not depend on a step's shape."""
         self.sampler = Sampler(self._shared.part)
         self.compiled: CompiledForward | None = None
-        """Captured steps through torch.compile, once `compile` is called."""
+        """The compiled forward of captured steps, after `compile`."""
         self.guesser: Guesser | None = None
-        """Runs the model's prediction head, once `use_head` has found that it works."""
+        """Runs the model's prediction head, after `use_head`."""
         self.self_drafter: SelfDrafter | None = None
-        """Runs a low-bit copy of the model, once `use_copy` has got one."""
+        """Runs a low-bit copy of the model, after `use_copy`."""
         self.rests = False
-        """True while the head guesses nothing, and follows the text late."""
+        """True while the head makes no guesses and processes the text late."""
         self.guess_ms = 0.0
-        """Milliseconds of `guess` or `draft` since this was set to 0."""
+        """Milliseconds spent in `guess` and `draft` since the caller reset this."""
         self.cache: KVCache | None = None
         self.forward: EagerForward | None = None
         """The strategy that evaluates steps; chosen by `allocate`."""
         self.capturer: Capturer | None = None
-        """Captures steps from the next `allocate` on; None evaluates them directly."""
+        """Captures steps after the next `allocate`; None evaluates them directly."""
         self._uncapturable: str | None = None
         if graphs and self.device.type == "cuda":
             self._uncapturable = uncapturable(model, self.adapter.accepts_positions)
@@ -108,12 +108,12 @@ class TreeModel:
 
     @property
     def attention(self) -> str:
-        """The attention in use, one of lpr.model.attention.backends.ATTENTION but "auto"."""
+        """The attention in use, one of lpr.model.attention.backends.ATTENTION except "auto"."""
         return self.adapter.attention
 
     @property
     def packed(self) -> bool:
-        """True if unequal rows are laid out without padding."""
+        """True if rows of unequal length are packed without padding."""
         return self.adapter.packed
 
     @property
@@ -123,7 +123,7 @@ class TreeModel:
 
     @property
     def graph_reason(self) -> str | None:
-        """The reason why steps that could be graphs here are evaluated directly; None if they are graphs."""
+        """The reason why steps are not captured although the device supports it; None if they are."""
         return self._uncapturable if self.forward is None else self._uncapturable or self.forward.reason
 
     @property
@@ -132,16 +132,16 @@ class TreeModel:
         return self.forward.num_captures if self.forward is not None else 0
 
     def forget_adapters(self) -> None:
-        """Capture steps with adapters anew, as the memory of their weights is another."""
+        """Drop the graphs of steps with adapters, whose weights have moved in memory."""
         if self.graphs is not None:
             self.graphs.forget_adapters()
 
     def compile(self, backend: str = "inductor") -> None:
-        """Let torch.compile fuse what captured steps do between the matrix products; others are not compiled."""
+        """Let torch.compile fuse the elementwise operations of captured steps; other steps are not compiled."""
         self.compiled = CompiledForward(self.adapter, backend)
 
     def use_head(self, head: DraftHead, like: KVCache) -> None:
-        """Let `head` guess after each step, and `like` have its K/V; raises any error of one that does not fit."""
+        """Attach a prediction head, and add its K/V layer to `like`; raises any error of a head that does not fit."""
         head.set_attention(self.adapter.attention_name)
         guesser = Guesser(self.adapter, head)
         guesser.check(like)
@@ -149,7 +149,7 @@ class TreeModel:
         self.guesser = guesser
 
     def guess(self, chains: Sequence[Chain]) -> list[HeadDraft]:
-        """Let the head follow `chains` of the last step's rows, and guess what comes after them; [] while it rests."""
+        """Feed `chains` of the last step's rows to the head; returns its guesses after each, [] while it rests."""
         assert self.guesser is not None and self.forward is not None and self.cache is not None
         began, drafts = time.perf_counter(), list[HeadDraft]()
         if self.rests:
@@ -160,7 +160,8 @@ class TreeModel:
         return drafts
 
     def use_copy(self, make_copy: Callable[[], Callable[..., Any]], like: KVCache) -> None:
-        """Let a copy draft after each step; raises any error of one that does not fit. `like` is the check's cache."""
+        """Attach a low-bit copy for drafting; raises any error of a copy that does not fit. `like` is the check's
+        cache."""
         drafter = SelfDrafter(self.adapter, make_copy)
         drafter.go_direct(like)
         for _ in range(NUM_TIMED):
@@ -170,7 +171,7 @@ class TreeModel:
         self.self_drafter = drafter
 
     def draft(self, endings: Sequence[Ending]) -> None:
-        """Let the copy draft behind `endings`."""
+        """Let the copy draft after `endings`."""
         assert self.self_drafter is not None and self.cache is not None
         began = time.perf_counter()
         self.self_drafter.draft(endings, self.cache)
@@ -180,11 +181,11 @@ class TreeModel:
         """Bytes for the cache on this rank's device, which `num_sharing` ranks share; None: unknown."""
         wait_for_pages()
         free = free_bytes(self.device)
-        # The present cache makes room for the new one.
+        # The present cache will be freed for the new one.
         return None if free is None else free // num_sharing + (self.cache.num_bytes if self.cache is not None else 0)
 
     def memory_needs(self, batch: int, num_ahead: int, prompt: int, longest: int, num_axes: int) -> MemoryNeeds | None:
-        """What a GPU's memory holds besides the cache, for steps of `batch` trees and `prompt` tokens; None on a CPU.
+        """A GPU's memory besides the cache, for steps of `batch` trees and `prompt` tokens; None on a CPU.
 
         Sequences have up to `longest` tokens, and the mesh has `num_axes` axes with more than one rank.
         """
@@ -206,7 +207,7 @@ class TreeModel:
         return self.capturer is not None and self.adapter.packed and self.adapter.packs_bits
 
     def prompt_chunk(self, most: int, num_nodes: int) -> int:
-        """Tokens of prompts, up to `most`, that a captured step has room for beside trees of `num_nodes` nodes."""
+        """Prompt tokens, up to `most`, that fit into a captured step beside trees of `num_nodes` nodes."""
         room = PACKED_BUCKETS[-1] - min(num_nodes, PACKED_BUCKETS[-1] // 2)
         return min(most, room) if self._captures_packed else most
 
@@ -230,8 +231,8 @@ class TreeModel:
     ) -> None:
         """Make the cache, for the layers of `like`: `max_length` committed tokens and a tree of `max_nodes` per slot.
 
-        Without `num_pages` each slot has pages for all of them. Recurrent states have `num_snapshots` places more. A
-        cache of that size is kept, with the graphs that hold its addresses.
+        Without `num_pages` each slot has pages for all of them. Recurrent states have `num_snapshots` additional
+        places. If the sizes are unchanged, the cache and its graphs are kept.
         """
         rows = round_up(max_length + max_nodes, self.adapter.kv_bucket)
         size = num_slots, rows, num_pages if num_pages is not None else num_slots * -(-rows // PAGE_SIZE)
@@ -242,7 +243,7 @@ class TreeModel:
         )
         known = known and self.cache is not None and self.cache.states.num_places == num_slots + num_snapshots
         if self.forward is None or not known or self.forward.capturer is not self.capturer:
-            self.release()  # first, as there may be no room for two
+            self.release()  # first: there may be no room for two caches
             try:
                 self.cache = like.resized(num_slots, rows, num_pages, num_snapshots)
             except torch.cuda.OutOfMemoryError as failure:
@@ -270,7 +271,7 @@ class TreeModel:
             self.forward.capturer.release()
         self.forward = self.cache = None
         if has_captures:
-            gc.unfreeze()  # what a command froze may hold them in a cycle
+            gc.unfreeze()  # frozen objects may hold them in a reference cycle
             gc.collect()
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
@@ -283,11 +284,11 @@ class TreeModel:
         return self.forward.evaluate(rows, selection, num_candidates)
 
     def worst_of_replica(self, found: int) -> int:
-        """The largest of the numbers that the ranks which share these weights call this with."""
+        """The maximum of `found` over the tp ranks of this replica; a collective call."""
         return self._shared.worst(found)
 
     def fill(self, rows: Sequence[Row]) -> None:
-        """Compute the K/V of pieces of pending chains; nothing is chosen."""
+        """Compute the K/V of prompt chunks, without sampling."""
         assert self.forward is not None
         self._answer[:] = [self._shared.check_rows(rows)]
         self.forward.fill(rows)

@@ -1,8 +1,8 @@
 """The check at load that a model evaluates a token tree as it evaluates plain text.
 
-Some models keep state or count cache rows without an error, and a config reveals only some of them (`refusal`). So
+Some models silently keep state or use cache rows as positions, and a config shows only some of them (`refusal`). So
 every model evaluates two small trees, with a compaction between them, and the logits are compared with cache-free
-forwards of every root-to-node path. Three sequences of unequal shapes decide whether batches are packed or padded.
+forwards of every root-to-node path. Three sequences of unequal shapes decide if batches are packed or padded.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 failures known so far begin at 3e-3. Half precision rounds differently at every GEMM height."""
 _HALF_TOLERANCE = 6e-2
 _SHOWS = 2e-3
-"""A difference that lost states make, over the range of the logits, by which an error of theirs is seen."""
+"""The least effect of lost recurrent states on the logits, relative to their range, that makes errors detectable."""
 _GAINS = (1.0, 16.0, 256.0, 4096.0, 65536.0)
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
-"""Errors of models that do not fit."""
+"""Exceptions of unsupported models."""
 
 
 def self_check(runner: TreeModel) -> KVCache:
     """Raise InputError if the model is not one that runs a tree; return the check's cache, for its layer shapes.
 
-    Takes `packed` back if the model's packed batches fail or differ. Attention that lpr chose itself and that
-    fails here is replaced by "sdpa", with a warning in the log unless the model's layers do not fit the C++ form.
+    Clears `packed` if the model's packed batches fail or differ. A backend chosen by "auto" that fails here is replaced
+    by "sdpa", with a warning in the log unless the C++ form does not support the model's layers.
     """
     adapter = runner.adapter
     if (known := refusal(adapter.model)) is not None:
@@ -62,7 +62,7 @@ def self_check(runner: TreeModel) -> KVCache:
     if adapter.may_fall_back and (adapter.reads_bits or adapter.reads_pages):
         try:
             return _check(adapter)
-        except Exception as failure:  # whatever a compiler or driver raises; the model is checked again without them
+        except Exception as failure:  # compilers and drivers raise any type; checked again without
             unfit = adapter.reads_pages and isinstance(
                 failure.__cause__, TypeError | InexactError
             )  # a layer without keys of its own
@@ -79,7 +79,7 @@ def self_check(runner: TreeModel) -> KVCache:
 def check_compiled(runner: TreeModel, like: KVCache, max_batch_size: int = 2) -> None:
     """Compile every form of a step, of one token or more and one sequence or more; compare each with a direct step.
 
-    Where logits differ, no step is compiled any more, on all ranks of a replica.
+    If logits differ, compiling is disabled on all ranks of a replica.
     """
     assert runner.compiled is not None
     adapter, most = runner.adapter, min(2, max_batch_size)
@@ -111,7 +111,7 @@ def _name(adapter: Adapter) -> str:
 
 
 def _check(adapter: Adapter) -> KVCache:
-    prompt_length = 200 if adapter.reads_bits else 24  # kernels work on blocks of keys: their check takes several
+    prompt_length = 200 if adapter.reads_bits else 24  # several key blocks for kernels
     name = _name(adapter)
     tolerance = tolerance_of(adapter)
     cache = KVCache(1, prompt_length + 32)
@@ -123,7 +123,7 @@ def _check(adapter: Adapter) -> KVCache:
     except (TypeError, InexactError) as failure:
         raise InputError(f"model type {name!r} cannot be exact: {first_line(failure)}") from failure
     try:
-        with adapter.lock:  # the check changes the model for a while, which others may call
+        with adapter.lock:  # the check temporarily changes the model, which other threads may call
             error = _error(adapter, cache, prompt_length, tolerance)
     except InputError:
         raise
@@ -163,7 +163,7 @@ def _error(adapter: Adapter, cache: KVCache, prompt_length: int, tolerance: floa
 
 
 def _gain(adapter: Adapter, tolerance: float) -> float:
-    """The factor for the output of recurrent layers with which logits show what their states hold."""
+    """The gain of recurrent layers at which their states visibly affect the logits."""
     tokens = _random_tokens(adapter, 24 + len(_PARENTS), torch.Generator().manual_seed(3))
     prompt, row = Row.chain(0, 0, tokens[:24], 0), _tree_row(0, 24, tokens[24:], _PARENTS, len(_PARENTS))
     for gain in _GAINS:
@@ -185,7 +185,7 @@ def _gain(adapter: Adapter, tolerance: float) -> float:
 
 
 def _passes_keys_on(adapter: Adapter) -> bool:
-    """True if the model hands the cache's keys to attention as they are."""
+    """True if the model passes the cache's keys to attention unchanged."""
     try:
         adapter.logits([Row.chain(0, 0, [0], 1)], KVCache(1, 32))
     except ComputedKeysError:
@@ -194,7 +194,7 @@ def _passes_keys_on(adapter: Adapter) -> bool:
 
 
 def _inexact_step(adapter: Adapter) -> str | None:
-    """The kind of step in which the logits of a text are other bits than one by one, or None."""
+    """The kind of step in which a text's logits differ in bits from one token at a time; None if none does."""
     branch, depth = BLOCK - 3, 6  # the text ends behind a block of exact attention, and the tree branches before it
     text = _random_tokens(adapter, branch + depth, torch.Generator().manual_seed(2))
 
@@ -212,7 +212,7 @@ def _inexact_step(adapter: Adapter) -> str | None:
     single = torch.cat([forward(cache, at, at + 1) for at in range(branch, branch + depth)])
     if not torch.equal(whole, single):
         return "in a step of many tokens"
-    # A tree of the text's end and, between its nodes, siblings that it does not hold.
+    # A tree of the text's end, with siblings between its nodes that are not in the text.
     tokens, parents, positions = [], [], []
     for at in range(depth):
         tokens += [(text[branch + at] + 1) % adapter.config.vocab_size, text[branch + at]]
@@ -233,12 +233,12 @@ def _inexact_step(adapter: Adapter) -> str | None:
 def _packs(adapter: Adapter, alone: torch.Tensor, tolerance: float) -> bool:
     try:
         return difference(_batch_logits(adapter, together=True, packed=True), alone) <= tolerance
-    except _FAILURES:  # such as a model that looks into the mask: its batches are padded
+    except _FAILURES:  # e.g. a model that inspects the mask: its batches are padded
         return False
 
 
 def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> torch.Tensor:
-    """Logits [n, V] of three prompts, then of trees below them: `together`, or each with a cache of its own."""
+    """Logits [n, V] of three prompts, then of trees below them: in one batch if `together`, else one by one."""
     shapes = [(9, _PARENTS), (24, _PARENTS[:3]), (17, _PARENTS[:5])]
     generator = torch.Generator().manual_seed(1)
     caches = [KVCache(len(shapes), 48)] * len(shapes) if together else [KVCache(1, 48) for _ in shapes]
@@ -259,7 +259,7 @@ def _batch_logits(adapter: Adapter, together: bool, packed: bool = False) -> tor
 
 
 def tolerance_of(adapter: Adapter) -> float:
-    """The largest difference of a logit, over the range of the logits, that rounding makes."""
+    """The largest difference of a logit, relative to the range of the logits, that rounding may cause."""
     return _TOLERANCE.get(adapter.model.dtype, _HALF_TOLERANCE)
 
 

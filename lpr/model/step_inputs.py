@@ -1,7 +1,7 @@
-"""One forward as data: its rows, blocks and tensors, and the forward that a thread evaluates.
+"""The inputs of one forward: rows, blocks and tensors; and a context variable with the current step.
 
-Neither registry of transformers hands user arguments through to a mask function, so masks, attention, family shims and
-the cache learn of the step from a context variable.
+transformers' registries pass no user arguments to a mask function, so masks, attention, family shims and the cache read
+the step from the context variable.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _step: ContextVar[StepInputs | None] = ContextVar("_step", default=None)
 
 @dataclass(frozen=True)
 class Heights:
-    """For which numbers of rows of a matrix product a row has the same bits, wherever it stands, on this machine."""
+    """The numbers of rows M of a GEMM at which a row has the same bits, at any place in it, on this machine."""
 
     fewest: int
-    """Rows of a product with the model's weights."""
+    """Least M of a product with the model's weights."""
     most: int
-    """Rows of one at most; those of the head have no more than MOST_LOGITS either. See `pin_heights`."""
+    """Most M; for the output head also at most MOST_LOGITS."""
     num_threads: int | None
-    """Threads of torch for which this holds; None: any."""
+    """torch's number of threads for which this holds; None: any."""
     multiple: int = 1
-    """Rows of a step are a multiple of this; see `_multiple`."""
+    """M of a step is a multiple of this."""
     head_multiple: int = 1
-    """Rows of logits are a multiple of this."""
+    """The number of logits rows is a multiple of this."""
     bits: int = 0
-    """A digest of the bits that the products gave: machines with other kernels have another one."""
+    """A digest of the tested products' bits, which differs between machines with different kernels."""
 
 
 class Row:
@@ -54,8 +54,8 @@ class Row:
     ) -> None:
         """A row of `slot`, whose cache holds `num_cached` tokens.
 
-        `parents[i] < i` within the row; -1 attaches to the committed tokens whose K/V the cache holds. The last
-        `num_results` entries are the ones whose next token is wanted.
+        `parents[i] < i` within the row; -1 is the last cached token. Results are wanted for the last `num_results`
+        entries.
         """
         self.slot, self.num_cached, self.num_results = slot, num_cached, num_results
         self.entries = np.array([tokens, parents, positions], np.int32)
@@ -64,7 +64,7 @@ class Row:
 
     @classmethod
     def of(cls, slot: int, num_cached: int, entries: np.ndarray, num_results: int) -> Row:
-        """The row of `entries`, which are kept as they are (see lpr.core.rows.row_entries)."""
+        """A row of `entries`, without a copy (see lpr.core.rows.row_entries)."""
         row = cls.__new__(cls)
         row.slot, row.num_cached, row.entries, row.num_results = slot, num_cached, entries, num_results
         row.num_entries = entries.shape[1]
@@ -72,7 +72,7 @@ class Row:
 
     @classmethod
     def chain(cls, slot: int, num_cached: int, tokens: Sequence[int], num_results: int) -> Row:
-        """The row of `tokens` that follow the cached ones, one after the other."""
+        """A row of `tokens` as a chain after the cached tokens."""
         count = len(tokens)
         return cls(slot, num_cached, tokens, range(-1, count - 1), range(num_cached, num_cached + count), num_results)
 
@@ -99,7 +99,7 @@ class Row:
 
 @dataclass
 class Block:
-    """B neighbouring slots that share one call of attention: T entries each over KV cache rows each."""
+    """B consecutive slots that share one call of attention: T entries each over KV cache rows each."""
 
     start: int
     """Offset of the block's entries among the N of packed inputs."""
@@ -115,21 +115,21 @@ class Block:
     tree_mask: TreeMask | None = None
     """The mask of the GPU kernels."""
     is_causal: bool = False
-    """True for a sequence from its first token on, each of which sees itself and those before it."""
+    """True for a plain causal prompt: a sequence from its first token on, without a branch."""
     first_row: int | None = None
     """Cache row that the first entry is written to, if the others follow; None for several rows, or with padding."""
     run: tuple[int, int] | None = None
-    """Cache row of the first key of the first slot, and from slot to slot, if the keys of a slot lie side by side."""
+    """Cache row of the first slot's first key, and the stride between slots, if each slot's keys are contiguous."""
     kv_rows: torch.Tensor | None = None
-    """[B * KV] int64: the cache rows of the keys, if they do not and attention reads no table."""
+    """[B * KV] int64: the cache rows of the keys, if they are not contiguous and attention reads no table."""
     table: torch.Tensor | None = None
     """[B, pages] int32: the slots' block tables, for attention that reads them."""
     paths: Paths | None = None
-    """The paths of entries, for exact attention on a GPU; filled in by the first layer."""
+    """The paths of entries, for exact attention on a GPU; computed by the first layer."""
 
     @property
     def kv_positions(self) -> torch.Tensor:
-        """[B, KV] int64: position of what each cache row holds (of no meaning where it is not visible)."""
+        """[B, KV] int64: position of each cache row's token (undefined where it is not visible)."""
         if self.given_kv_positions is None:
             if self.tree_mask is None:
                 raise TypeError("the positions of cache rows are not known here")
@@ -160,34 +160,34 @@ class StepInputs:
     length: int
     """Longest cached length; only for model code that asks the cache for it."""
     num_results: list[int]
-    """Per row as given, how many of its last entries' logits are wanted."""
+    """Per row, in the given order, the number of last entries whose logits are wanted."""
     logits_to_keep: int | torch.Tensor
     """The model's argument: a number of last entries of every row, or indices int64 among N."""
     in_parts: bool = False
-    """True if the logits of a vocab-parallel head are this rank's part alone, not all of them gathered."""
+    """True if a vocab-parallel head returns only this rank's part of the logits."""
     heights: Heights | None = None
     """Rows of matrix products in exact mode."""
     pages: Any = None
-    """The trees and block tables of all rows, a native.PagedAttention, for attention that reads them on a CPU: then
-    there is one block, which has no mask and does not say where keys lie."""
+    """A native.PagedAttention with the trees and block tables of all rows, for attention that reads them on a CPU;
+    there is then one block, without a mask and without cache rows."""
     rows: Sequence[Row] = ()
     """The rows, block after block; recurrent layers read them, and captured steps have none."""
     hidden: torch.Tensor | None = None
-    """Last hidden states [R, N, H], after the final norm; set by the forward, where a head wants them."""
+    """Last hidden states [R, N, H], after the final norm; set by the forward if there is a prediction head."""
     cache: Any = None
     """The KVCache of the forward; set by the adapter, as `layer_rules` are."""
     layer_rules: dict[int | None, Any] = field(default_factory=dict)
-    """Per window or chunk the rule of such layers (lpr.model.attention.layer_rules), as steps have found them."""
+    """Per window or chunk size, the LayerRule (lpr.model.attention.layer_rules) found by earlier steps."""
     made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
-    """By the id of a mask: the mask, so that no other tensor gets its id meanwhile, and what was made of it."""
+    """By the id of a mask: the mask (kept alive so that its id is not reused) and the derived value."""
     made: dict[Hashable, Any] = field(default_factory=dict)
-    """What layers share besides; see `once`."""
+    """Other values that layers share; see `once`."""
     adapters: Any = None
     """The RowAdapters of its entries (lpr.model.lora.bank); None if no row has one."""
     computed: int = -1
-    """Layers up to this one have been computed by the call of an earlier one (lpr.model.fused.decoder_layer)."""
+    """Last layer that an earlier layer's call has computed already (lpr.model.fused.decoder_layer)."""
     cache_storages: set[int] = field(default_factory=set)
-    """Storages of the K/V that the cache handed out, by which attention knows that it got them unchanged."""
+    """Storages of the K/V that the cache returned, by which attention checks that they are unchanged."""
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value of `make`, called for the first layer only."""
@@ -227,24 +227,24 @@ class StepInputs:
         return [(index, length - row.num_entries) for index, row in enumerate(self.rows)]
 
     def hand_out(self, states: torch.Tensor) -> None:
-        """Note K or V of the cache, before the model gets them."""
+        """Record K or V of the cache, before the model gets them."""
         if not torch.compiler.is_compiling():
             self.cache_storages.add(storage_of(states))
 
     def came_from_cache(self, *states: torch.Tensor) -> bool:
-        """True if the model passes K and V on as it got them."""
+        """True if the model passed K and V to attention unchanged."""
         return torch.compiler.is_compiling() or self.cache_storages.issuperset(map(storage_of, states))
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What views of one tensor have in common."""
+    """An identifier of a tensor's storage, equal for all its views."""
     return tensor.untyped_storage()._cdata
 
 
 def in_step(inputs: StepInputs, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call `function` with `inputs` as the current step of this thread.
 
-    The context ends in C: after a `finally` in Python, Ctrl-C could leave a step that spoils each later forward.
+    The context is left in C: with a `finally` in Python, Ctrl-C could leave a step set, which breaks later forwards.
     """
     return copy_context().run(_call_in, inputs, function, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""The extension's work, which holds no interpreter lock, on torch's threads."""
+"""Runs the C++ extension's loops, without the GIL, on torch's threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RUNTIMES = ("libgomp", "libiomp5", "libomp")
 
 
 def team_size() -> int:
-    """Threads that the extension's loops may use: torch's, if they can be reached, else 1."""
+    """Number of threads for the extension's loops: torch's if its OpenMP runtime is accessible, else 1."""
     return torch.get_num_threads() if has_team() else 1
 
 

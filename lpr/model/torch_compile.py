@@ -1,10 +1,9 @@
-"""Captured steps through torch.compile: what lies between the matrix products of a layer becomes a few kernels.
+"""Captured steps through torch.compile, which fuses the operations between a layer's matrix products.
 
-The whole forward is one graph of operators with symbolic sizes. Three forms serve all packed steps and four all padded
-ones, as a size of 1 is one of its own for sequences and for entries. Each takes a minute or two to compile for a model
-of 32 layers; a later start reads it from disk. The collectives of a tensor-parallel replica are operators of the graph:
-kernels end in front of them, and they begin again behind. Only captured steps are compiled, and where the compiler
-fails they go on without.
+The whole forward is one graph of operators with symbolic sizes. All packed steps need three compiled forms and all
+padded ones four, because torch.compile specialises on sizes of 1 (sequences and entries). Each form takes a minute or
+two to compile for a model of 32 layers; a later start reads it from disk. The collectives of a tensor-parallel replica
+are operators of the graph. Only captured steps are compiled; if the compiler fails, they run uncompiled.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ class CompiledForward:
         self.reason: str | None = None  # the reason why steps are no longer compiled; None while they are
         self._adapter = adapter
         self._before, self._rewrite = _so_far(), CompiledModel(backend)
-        # By default it is in a folder for temporary files, which a machine or container forgets when it restarts.
+        # torch's default is a temporary folder, which may be lost at a restart of the machine or container.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_folder())
         torch._dynamo.config.recompile_limit = max(MOST_FORMS, torch._dynamo.config.recompile_limit)
         carry_out(self._rewrite, adapter.model, Setting(adapter.device))
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
-        """As Adapter.forward, compiled; where that fails, directly from then on."""
+        """As Adapter.forward, compiled; after a failure always uncompiled."""
         try:
             with distinct_sizes():
                 return self._adapter.forward(inputs, cache, compiled=True)
@@ -67,7 +66,7 @@ class CompiledForward:
         return f"{compiled}, {from_disk:.0f} of them read from {compiled_folder()}" if forms else None
 
     def give_up(self, failure: Exception | str) -> bool:
-        """Call the model directly from now on and say why, once; False if that is so already."""
+        """Stop compiling and log the reason; False if compiling was stopped before."""
         if self.reason is not None:
             return False
         self.reason = first_line(failure)
@@ -77,9 +76,9 @@ class CompiledForward:
 
 
 def distinct_sizes() -> AbstractContextManager[None]:
-    """Keep the compiler from taking sizes that are equal by chance for one, such as a batch of 2 and 2 heads.
+    """Context: the compiler does not unify symbolic sizes that are equal by chance, such as a batch of 2 and 2 heads.
 
-    Steps in which they differ would be forms of their own.
+    Otherwise steps in which they differ would need more forms.
     """
     found: AbstractContextManager[None] = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     return found

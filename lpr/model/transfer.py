@@ -17,16 +17,16 @@ def copy_over(target: torch.Tensor, array: np.ndarray) -> None:
 
 
 def _pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """For a GPU in pinned memory, of which a copy does not wait, and which torch reuses only when it has been read."""
+    """`array` as a tensor; for a GPU in pinned memory, which copies asynchronously and is reused after the copy."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 
 
 class Upload:
-    """Words for a tensor on the device that the host writes anew in every step, in one pinned place made once."""
+    """A pinned host buffer for a device tensor that is written in every step."""
 
     def __init__(self, target: torch.Tensor) -> None:
-        """Words for `target`, int32 [n] on any device; on a CPU they are written to its own memory."""
+        """A buffer for `target`, int32 [n] on any device; on a CPU it is the target's own memory."""
         self._target = target
         kind = target.device.type
         self._host = target if kind == "cpu" else torch.empty(target.shape, dtype=target.dtype)
@@ -36,7 +36,7 @@ class Upload:
         self._left = torch.cuda.Event() if kind == "cuda" else None
 
     def words(self, count: int) -> np.ndarray:
-        """The first `count` words, to be written; waits until the device has read the last ones."""
+        """The first `count` words, to be written by the caller; waits for the previous copy to the device."""
         if self._left is not None:
             self._left.synchronize()
         return self._words[:count]

@@ -1,4 +1,4 @@
-"""What differs between the supported versions of transformers (5.17 to 5.24): nothing else asks for a version."""
+"""Differences between the supported versions of transformers (5.17 to 5.24); no other module checks versions."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def passed(cache: Cache | None, module: torch.nn.Module) -> dict[str, Cache | No
 
 @contextmanager
 def split_over(mesh: DeviceMesh, device: torch.device | None) -> Iterator[None]:
-    """Let `from_pretrained` split over `mesh`: it ignores `device_mesh=`, and would take the whole world for tp.
+    """Context: `from_pretrained` splits over `mesh`; it ignores `device_mesh=` and would use the whole world as tp.
 
-    Raises InputError before 5.18, which has no such place.
+    Raises InputError for versions before 5.18, which do not allow this.
     """
     module: Any = distributed_mixin
     if not hasattr(module, "initialize_distributed_mesh"):

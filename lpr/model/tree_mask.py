@@ -1,4 +1,4 @@
-"""The tree's visibility as one bit per pair of entries: what a GPU needs instead of a dense mask."""
+"""The tree's attention mask as one bit per pair of entries, for GPU kernels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TreeMask:
         return (ancestor | (entry < 0)) & self.real()[:, :, None]
 
     def kv_positions(self, num_kv: int) -> Tensor:
-        """Position [B, KV] int64 of what each cache row holds, of no meaning behind the last entry's row."""
+        """[B, KV] int64: position of each cache row's token, undefined after the last entry's row."""
         entry = self._entry(num_kv)
         length = self.positions.shape[1]
         index = (entry + length - self.num_entries[:, None]).clamp(0, length - 1)

@@ -1,8 +1,8 @@
-"""Notices that a model has changed since an engine read it: its weights, or what it consists of.
+"""Detects changes of a model's weights or modules since an engine read it.
 
-A program may train a model between the calls of an engine. Then K/V that was computed before is wrong, and so are
-copies of weights and captured addresses. Reads `_version`, which in-place operations count, addresses, and a few values
-of each parameter, as writes to `.data` are not counted.
+A program may train a model between the calls of an engine. Then earlier K/V, copies of weights and captured addresses
+are wrong. Compares `_version` (incremented by in-place operations), addresses, and a few values of each parameter,
+because writes to `.data` are not counted.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.rewrite.merged_linear import PackedLinear
 from lpr.model.runner import TreeModel
 
-_MOST_READ = 3  # values of a parameter that are read
-_SMALL = 4096  # buffers with fewer values are no weights; models write to theirs
+_MOST_READ = 3  # most values read per parameter
+_SMALL = 4096  # smaller buffers do not count as weights; models write to them
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Attributes of PEFT's layers that change what they compute."""
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int32}
 
 
 class Watch:
-    """The state of a model when it was read last."""
+    """The recorded state of a model."""
 
     def __init__(self, runner: TreeModel) -> None:
         self._runner = runner
         self.note()
 
     def note(self) -> None:
-        """Take the model as it is now for what the engine knows."""
+        """Record the model's present state."""
         modules = list(self._runner.model.modules())
         self._modules = [(each, _parts(each), _hooks(each)) for each in modules]
         held = [(table, name, found) for each in modules for table, name, found in _weights(each)]
@@ -53,7 +53,7 @@ class Watch:
 
     @property
     def hints(self) -> bool:
-        """True if a few of the weights have changed; costs a microsecond."""
+        """A fast check: True if one of a few weights has changed; takes a microsecond."""
         return any([weight._version != version for weight, version in self._few])
 
     @property
@@ -61,9 +61,9 @@ class Watch:
         return any([each.training for each, _, _ in self._modules])
 
     def has_changed(self) -> bool:
-        """True if K/V from before is not what the model computes now; the present state counts from now on.
+        """True if a change made earlier K/V invalid; records the present state.
 
-        Raises InputError for a change that an engine cannot follow, as it holds copies or addresses of what it was.
+        Raises InputError for a change that an engine does not support, because it holds copies or addresses.
         """
         for module, parts, _ in self._modules:
             if _parts(module) != parts:
@@ -90,7 +90,7 @@ class Watch:
         self.note()
 
     def is_followed(self) -> bool:
-        """False after a change that needs another engine; one that does not is noted."""
+        """False after a change that needs a new engine; any other change is recorded."""
         try:
             self.has_changed()
         except InputError:
@@ -113,7 +113,7 @@ def _refused(what: str) -> InputError:
 
 
 def _parts(module: nn.Module) -> tuple[Any, ...]:
-    """What a module consists of; lpr's own changes, which another engine may make, do not count."""
+    """The identity of a module's parts; lpr's own changes, which another engine may make, do not count."""
     known = vars(module)
     forward, config = known.get("forward"), known.get("config")
     own = None if forward is None or _is_lpr(forward) else forward
@@ -122,13 +122,13 @@ def _parts(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _is_lpr(function: Any) -> bool:
-    """True for a function of lpr, also one with some arguments given."""
+    """True for a function of lpr, also in a functools.partial."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__module__", "").startswith("lpr.")
 
 
 def _hooks(module: nn.Module) -> tuple[int, ...]:
-    """The hooks of a program, by their numbers."""
+    """The ids of a module's hooks."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     if not before and not after:
         return ()
@@ -145,12 +145,12 @@ def _weights(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
 
 
 def _form(weight: Tensor | None) -> tuple[Any, ...]:
-    """What an engine cannot follow a change of."""
+    """The properties of a weight whose change an engine does not support."""
     return () if weight is None else (weight.dtype, weight.device, weight.shape)
 
 
 def _samples(weights: Sequence[Tensor]) -> list[list[tuple[Tensor, int, int]]]:
-    """By device, the weights of which values are read: how many, and how far apart in memory."""
+    """Per device, the sampled weights: tensor, number of values, and stride."""
     found: dict[torch.device, list[tuple[Tensor, int, int]]] = {}
     for weight in weights:
         known = weight.dtype in _DTYPES and weight.device.type != "meta" and weight.numel()
@@ -162,6 +162,6 @@ def _samples(weights: Sequence[Tensor]) -> list[list[tuple[Tensor, int, int]]]:
 
 @torch.no_grad()
 def _read(samples: Sequence[Sequence[tuple[Tensor, int, int]]]) -> list[Tensor]:
-    """The bits of samples: a NaN equals itself. No view stays, as it would keep memory that a program frees."""
+    """The bits of samples, in which a NaN equals itself. No view is kept: it would hold memory that a program frees."""
     views = [[each.as_strided((count,), (step,)) for each, count, step in found] for found in samples]
     return [torch.cat(found).double().view(torch.int64) for found in views]

@@ -1,4 +1,4 @@
-"""The ways to attend over a token tree, the preferred one first, and the choice among them."""
+"""The backends of tree attention in order of preference, and the choice among them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lpr.model.recurrent.convolved_projections import has_convolved_projections
 
 
 class Reads(Enum):
-    """What attention learns of a tree by."""
+    """The form in which a backend reads the tree."""
 
     MASKS = "dense masks"
     BITS = "ancestors as bits, and block tables"
@@ -29,26 +29,26 @@ class Reads(Enum):
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to attend."""
+    """A tree-attention backend."""
 
     choice: str
     """The value of `attention`."""
     supports: Callable[[PreTrainedModel], str | None]
-    """The reason why it cannot attend for a model on its device; None if it can."""
+    """Returns the reason why it does not support a model on its device; None if it does."""
     plain: str
     """The name of the implementation in the registries of transformers."""
     exact: str
     """The same in exact mode."""
     reads: Reads = Reads.MASKS
     preferred_on: str | None = None
-    """The type of device on which "auto" takes it; None: on any."""
+    """The device type for which "auto" selects it; None: any."""
 
     def name(self, exact: bool) -> str:
         """The name of the implementation for a mode."""
         return self.exact if exact else self.plain
 
     def set(self, model: PreTrainedModel, exact: bool) -> None:
-        """Let `model` attend by it."""
+        """Set it as the attention of `model`."""
         if self.reads is Reads.BITS:
             load_kernel(self.name(exact))
         if self.plain != TREE_MASK_ONLY:
@@ -104,7 +104,7 @@ BACKENDS = (
     Backend("sdpa", _sparse, SPARSE_ATTENTION, SPARSE_ATTENTION),
     Backend("sdpa", lambda model: None, TREE_ATTENTION, TREE_ATTENTION),
 )
-"""The first that supports a model attends for it. Exact mode without a kernel is lpr.model.attention.in_order."""
+"""The first backend that supports a model is used. Exact mode without a kernel: lpr.model.attention.in_order."""
 ATTENTION = ("auto", "sdpa", "triton", "native")
 """Choices of `attention`: lpr's own, PyTorch's attention with a dense mask, a GPU kernel that reads bits, or C++ that
 reads pages on a CPU."""
@@ -125,6 +125,6 @@ def choose(model: PreTrainedModel, choice: str) -> Backend:
 
 
 def attention_configs(model: PreTrainedModel) -> list[Any]:
-    """The configs that choose the attention of the model's parts, each once."""
+    """The distinct configs that name the attention of the model's parts."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(each): each for each in configs if hasattr(each, "_attn_implementation_internal")}.values())

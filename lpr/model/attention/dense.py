@@ -36,7 +36,7 @@ def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> Tensor:
         visible = torch.ones(size, dtype=torch.bool, device=block.positions.device)
         visible = visible.tril() if block.is_causal else visible
     if mask_function is causal_mask_function:
-        return visible  # ancestors and committed tokens never come later: the tree rule implies causality
+        return visible  # ancestors and committed tokens have earlier positions, so tree visibility implies causality
     batch = torch.arange(visible.shape[0], device=visible.device)[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=visible.device)
     rule = mask_function(batch, head, block.positions[:, None, :, None], block.kv_positions[:, None, None, :])
@@ -44,7 +44,7 @@ def visible_nodes(block: Block, mask_function: Callable[..., Any]) -> Tensor:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bool mask as a float mask to add to scores: never -inf, so that a row without a visible key is no NaN."""
+    """The bool mask as an additive float mask; finite instead of -inf: a row without a visible key is not NaN."""
     floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), floor)
 
@@ -53,12 +53,11 @@ Mask = Tensor | list[Tensor | None] | None
 
 
 def tree_mask(stock: Callable[..., Tensor | None], may_be_none: bool) -> Callable[..., Mask]:
-    """A mask function for AttentionMaskInterface, that makes transformers' `stock` masks outside a step.
+    """A mask function for AttentionMaskInterface that returns transformers' `stock` masks outside a step.
 
-    In a step it returns the mask of one layer kind, [B, 1, T, KV] in `dtype`: additive, because models with their own
-    attention code add it, and because SDPA on a CPU would convert a bool mask again in every layer. Packed inputs have
-    a list of them, one per block. With `may_be_none` there is none where nothing is hidden, or in a prompt just what
-    comes later.
+    In a step it returns the mask of one layer kind, [B, 1, T, KV] in `dtype`. It is additive, because models with their
+    own attention code add it, and because SDPA on a CPU would convert a bool mask in every layer. Packed inputs have a
+    list with one mask per block. With `may_be_none` it returns None if no key is hidden, or for a plain causal prompt.
     """
 
     def make(
@@ -69,7 +68,7 @@ def tree_mask(stock: Callable[..., Tensor | None], may_be_none: bool) -> Callabl
     ) -> Mask:
         step = current_step()
         if step is None:
-            # No shortcut without a mask: our attention function would not know that None means causal.
+            # No `is_causal` shortcut: our attention function would not know that a mask of None means causal.
             kwargs["allow_is_causal_skip"] = False
             return stock(*sizes, mask_function=mask_function, dtype=dtype, **kwargs)
         skips = may_be_none and mask_function is causal_mask_function
@@ -85,13 +84,13 @@ def tree_mask(stock: Callable[..., Tensor | None], may_be_none: bool) -> Callabl
 
 
 class Scoring(NamedTuple):
-    """The rules by which scores become weights, besides the mask."""
+    """The modifications of attention scores besides the mask."""
 
     scale: float
     softcap: float | None = None
     """Bounds scores by `softcap * tanh(score / softcap)` (Gemma 2)."""
     sinks: Tensor | None = None
-    """[Hq]: logits that take probability and give no value (GPT-OSS)."""
+    """[Hq]: attention-sink logits, part of the softmax without a value (GPT-OSS)."""
     bias: Tensor | None = None
     """[B or 1, Hq, T or 1, KV], added to scores."""
 
@@ -105,12 +104,12 @@ class Scoring(NamedTuple):
         position_bias: Tensor | None = None,
         **_: Any,
     ) -> Scoring:
-        """Of the arguments by which transformers' models tell them."""
+        """From the keyword arguments that transformers' models pass to attention."""
         return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias)
 
     @property
     def is_plain(self) -> bool:
-        """True if PyTorch's attention has all that is needed."""
+        """True if PyTorch's SDPA supports all of them."""
         return self.softcap is None and self.sinks is None and self.bias is None
 
 
@@ -153,13 +152,13 @@ def _attend_block(
 
 
 class ComputedKeysError(TypeError):
-    """The model computes keys or values from the cache's, as MLA does."""
+    """The model computes keys or values from cached states, as MLA does."""
 
 
 def check_passed_on(step: StepInputs, *states: Tensor) -> None:
-    """Raise ComputedKeysError if these are not what the cache handed out.
+    """Raise ComputedKeysError if `states` are not the tensors that the cache returned.
 
-    A model that computes keys from them would do so for every row of the cache: it gets the rows of a block alone.
+    A model that computes keys from them must get the rows of one block, or it would compute all rows of the cache.
     """
     if not step.came_from_cache(*states):
         raise ComputedKeysError("this attention needs the rows of a block alone")
@@ -168,7 +167,7 @@ def check_passed_on(step: StepInputs, *states: Tensor) -> None:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, is_causal: bool = False
 ) -> Tensor:
-    """[B, Hq, T, Dv]; with `is_causal` the T are the last of KV entries, and what comes later is hidden without a mask.
+    """[B, Hq, T, Dv]; with `is_causal` the T queries are the last of the KV entries, causal without a mask.
 
     The heads of a GQA group are folded into the query axis instead of repeating K and V (1.2 to 5 times faster on a
     CPU). Group sizes come from the tensors and never from the config, so a tensor-parallel shard works unchanged.
@@ -180,7 +179,7 @@ def _attend(
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=group > 1
         )
-    if is_causal:  # some layers go on with the wanted entries alone, which are the last (Gemma 4)
+    if is_causal:  # some layers continue with the wanted entries alone, which are the last (Gemma 4)
         seen = torch.ones(length, num_kv, dtype=torch.bool, device=query.device).tril(num_kv - length)
         mask = additive(seen[None, None], query.dtype)
     folded = query.reshape(batch, num_kv_heads, group * length, dim)
@@ -202,14 +201,14 @@ def _attend(
 def _folded_mask(mask: Tensor, group: int) -> Tensor:
     """The mask repeated for the heads of a GQA group; one copy per mask and step, as all layers share it."""
     step = current_step()
-    if step is None or torch.compiler.is_compiling():  # the compiler makes one of equal copies itself
+    if step is None or torch.compiler.is_compiling():  # the compiler merges equal copies itself
         return mask.repeat(1, 1, group, 1)
     return step.once_per_mask(mask, lambda: mask.repeat(1, 1, group, 1))
 
 
 def _attend_with_extras(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Attention with what SDPA lacks: soft-capped scores, sinks [B, Hk, T, 1], a bias on scores."""
-    # Scaled before, as a product of half precision may exceed the largest float16.
+    # Scaled before the product, which might exceed the largest float16.
     scores = ((query * scoring.scale) @ key.transpose(-1, -2)).float()
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap

@@ -1,6 +1,6 @@
-"""Exact attention on a CPU: every entry by itself, over its path in the order of positions, without matrix products.
+"""Exact attention on a CPU: each entry alone, over its path in the order of positions, without matrix products.
 
-Without the extension (native/attention.h) `_attend_entry` does it, slowly; the bits of the two differ.
+Without the C++ extension (native/attention.h) the slow `_attend_entry` is used; its bits differ from those of C++.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from lpr.model.threads import share_out
 
 @dataclass(frozen=True)
 class Paths:
-    """Of each entry of a sequence, the cache rows that it sees, in the order of positions."""
+    """Per entry of a sequence, the visible cache rows in the order of positions."""
 
     rows: np.ndarray
-    """int32: of all entries, one after the other."""
+    """int32: the cache rows of all entries, concatenated."""
     starts: np.ndarray
-    """int32 [T + 1]: where those of an entry begin."""
+    """int32 [T + 1]: offset of each entry's rows in `rows`."""
 
 
 def find_paths(mask: Tensor) -> Paths:
-    """By `mask` [T, KV], 0 where an entry sees a cache row.
+    """The paths of a `mask` [T, KV] that is 0 where an entry sees a cache row.
 
-    Along a path rows ascend: a node is evaluated behind its parent, and both behind what is committed.
+    Rows ascend along a path: committed tokens come first, and a node comes after its parent.
     """
     visible = (mask == 0).numpy()
     starts = np.zeros(len(visible) + 1, np.int32)
@@ -81,7 +81,7 @@ def _attend_heads(
 def _attend_entry(
     entry: int, query: Tensor, key: Tensor, value: Tensor, rows: np.ndarray, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """[Hq, Dv] of one entry of `query` [Hq, T, D]. Only the length of its path decides the operators' shapes."""
+    """[Hq, Dv] for one entry of `query` [Hq, T, D]. The operators' shapes depend only on the length of its path."""
     path = torch.from_numpy(rows)
     keys, values = key[:, path][:, None], value[:, path][:, None]
     scores = (query[:, entry].reshape(len(key), -1, 1, query.shape[2]) * keys).sum(-1)

@@ -1,7 +1,7 @@
-"""The mask function of attention that reads trees by itself: it makes no mask.
+"""The mask function of backends that read the tree themselves and need no dense mask.
 
-In a step the mask function returns the rule of a layer kind: a window, a chunk, or neither. It is read off the model's
-own mask function if that consists of known parts; otherwise the dense mask is built, as for "lpr_tree".
+In a step the mask function returns the rule of a layer kind: a sliding window, a chunk, or neither. The rule is derived
+from the model's own mask function if that consists of known parts; otherwise a dense mask is built, as for "lpr_tree".
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from lpr.model.step_inputs import current_step
 
 @dataclass(frozen=True)
 class LayerRule:
-    """The rule of a layer kind besides the tree: keys of the last `window` positions, or of the same `chunk`."""
+    """The mask rule of a layer kind besides the tree: keys of the last `window` positions, or of the same `chunk`."""
 
     window: int | None = None
     chunk: int | None = None
     mask_function: Callable[..., Any] = field(default=causal_mask_function, compare=False)
-    """The model's own function, for a layer that needs a dense mask after all."""
+    """The model's own mask function, for a layer that needs a dense mask anyway."""
 
 
-# Closures of one factory share their code object, so `is` on it tells which factory made a function.
+# Closures of one factory share their code object, so comparing it with `is` identifies the factory.
 _AND = masking_utils.and_masks(causal_mask_function).__code__
 _SLIDING = masking_utils.sliding_window_overlay(1).__code__
 _CHUNKED = masking_utils.chunked_overlay(1, torch.zeros(1)).__code__
 
 
 def layer_rule(mask_function: Callable[..., Any]) -> LayerRule | None:
-    """The rule that a mask function of transformers stands for; None if any part of it is unknown.
+    """The rule of a mask function of transformers; None if any part of it is unknown.
 
-    Known are causal, alone or together with sliding windows and chunks, whose left padding is zero in a step.
+    Known parts: causal, sliding windows, and chunks, whose left padding is zero in a step.
     """
     windows: list[Any] = []
     chunks: list[Any] = []
@@ -73,7 +73,7 @@ def kernel_mask(
 ) -> LayerRule | Mask:
     """For AttentionMaskInterface: a LayerRule in a step that has bits, else the masks of "lpr_tree".
 
-    A compiler cannot look into functions: it takes what direct forwards have found for layers of this `local_size`.
+    A compiler cannot inspect functions: it uses the rule that an uncompiled forward found for this `local_size`.
     """
     step = current_step()
     if step is not None and (step.pages is not None or step.blocks[0].tree_mask is not None):

@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def why_not_native(dtype: torch.dtype) -> str | None:
-    """Why attention in C++ cannot be had for a model of `dtype` on this machine; None if it can."""
+    """The reason why C++ attention is unavailable for a model of `dtype` on this machine; None if it is available."""
     if native.PagedAttention is None:
         return "it needs the extension (reinstall lpr where there is a compiler)"
     if dtype not in DTYPES:

@@ -1,9 +1,9 @@
 """Attention that pools runs of tokens into one key: indexers with pooled keys (QSA, k-pool DSA), compressed K/V (V4).
 
-A pool of `size` tokens is computed where its last token is, from the tokens before that on its path, and lies in the
-cache row of that token, in a layer of its own. So a tree's branches have pools of their own, a query sees those
-whose last token is itself or its ancestor, and a commit moves them like keys. What a pool is computed of lies in the
-cache too: twice the memory of what transformers keeps, for prefixes that are shared by pages.
+A pool of `size` tokens is computed at its last token, from the preceding tokens of that token's path, and is stored in
+that token's cache row, in a separate layer. So each branch of a tree has its own pools, a query sees the pools whose
+last token is the query or its ancestor, and a commit moves pools like keys. The inputs of pools are cached too, so that
+prefixes can be shared by pages: this takes twice the memory of transformers' cache.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lpr.model.step_inputs import StepInputs, current_step
 from lpr.model.transfer import to_device
 
 Make = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Makes pools [B, C, D] of windows [B, C, reach, E]; of which tokens are [B, C, reach] bool; first positions [B, C]."""
+"""Makes pools [B, C, D] from windows [B, C, reach, E], bool [B, C, reach] of real tokens, first positions [B, C]."""
 
 
 class Pools:
-    """The pools of a step: M of each row, those of committed tokens and then the C that its entries close."""
+    """The pools of a step: M per row, those of committed tokens and then the C that the row's entries complete."""
 
     def __init__(self, step: StepInputs, size: int, reach: int) -> None:
         """Pools of `size` tokens, each computed from the last `reach` tokens of a path."""
@@ -58,7 +58,7 @@ class Pools:
         self.ends = to_device(np.where(is_pool, ends, 0), device)
         """[B, M] int64: the cache row of the last token of each."""
         self.numbers = to_device(np.where(is_pool, numbers, 0), device)
-        """[B, M] int64: its place among the pools of its path."""
+        """[B, M] int64: index of each pool on its path."""
         self.starts = self.numbers[:, committed:] * size
         self.visible = visible_nodes(block, causal_mask_function)[:, 0].expand(batch, length, -1)
         """[B, T, KV] bool."""
@@ -70,12 +70,12 @@ class Pools:
 
     @classmethod
     def of(cls, step: StepInputs, size: int, reach: int) -> Pools:
-        """Those of a step, for all layers."""
+        """The pools of a step, computed once for all layers."""
         made: Pools = step.once(("pools", size, reach), lambda: cls(step, size, reach))
         return made
 
     def pooled(self, cache: Any, layer: int, first: int, inputs: Tensor, make: Make) -> Tensor:
-        """All pools [B, M, D] of `inputs` [B, T, E] and of those before; the cache keeps both under two numbers."""
+        """All pools [B, M, D] of `inputs` [B, T, E] and of earlier tokens; the cache stores inputs and pools."""
         batch, length = inputs.shape[:2]
         known, places = cache.update_indexer(inputs, layer, first), torch.arange(batch, device=inputs.device)
         closed = make(known[places[:, None, None], self.windows.clamp(min=0)], self.windows >= 0, self.starts)
@@ -89,7 +89,7 @@ class Pools:
         return torch.zeros_like(self.seen).scatter(2, chosen.indices, chosen.values > float("-inf"))
 
     def tokens(self, selected: Tensor) -> Tensor:
-        """[B, T, KV] bool: the tokens of selected pools [B, T, M], and those behind an entry's last whole pool."""
+        """[B, T, KV] bool: the tokens of `selected` pools [B, T, M], and those after an entry's last complete pool."""
         most = self.visible.shape[2] // self.size + 1
         kept = torch.zeros(*selected.shape[:2], most, device=selected.device)
         kept.scatter_reduce_(2, self.numbers[:, None].expand_as(selected), selected.float(), "amax")
@@ -101,7 +101,7 @@ def _rotate_of(layer: Any) -> Any:
     return import_module(type(layer).__module__).apply_rotary_pos_emb
 
 
-# Qwen 4: a layer attends to the tokens of the pools whose mean key an indexer likes best.
+# Qwen 4: a layer attends to the tokens of the pools whose mean key has the best indexer score.
 
 
 def _select_by_mean(
@@ -129,7 +129,7 @@ def _select_by_mean(
     return pools.tokens(pools.best(scores, indexer.block_topk))[:, None]
 
 
-# GLM 5 next: the same with learned weights of a pool's tokens, and without positions.
+# GLM 5 next: the same, with a learned weighting of a pool's tokens and without positions.
 
 
 def _select_by_gate(
@@ -157,11 +157,11 @@ def _select_by_gate(
     return torch.where(chosen, rows, -1)
 
 
-# DeepSeek V4: pools are keys and values, which attention sees beside those of a window.
+# DeepSeek V4: pools are additional keys and values beside those of a sliding window.
 
 
 def _compressed(module: Any, step: StepInputs, hidden_states: Tensor, cache: Any, layer: int, first: int) -> Tensor:
-    """The pools [B, M, D] of a compressor or an indexer; those of CSA reach over the pool before theirs."""
+    """The pools [B, M, D] of a compressor or an indexer; a pool of CSA also covers the tokens of the previous pool."""
     dim, size = module.head_dim, module.compress_rate
     overlaps = module.position_bias.shape[1] == 2 * dim
     inputs = torch.cat([module.kv_proj(hidden_states), module.gate_proj(hidden_states)], 2)
@@ -215,7 +215,7 @@ def _select_compressed(
 
 
 class PooledKeys(WrappedForward):
-    """Layers see the pools of a tree's paths."""
+    """Pools follow the paths of a tree."""
 
     name = "pools along paths"
 

@@ -1,7 +1,7 @@
-"""Sparse attention: layers whose indexer scores all earlier tokens and lets each query attend to the best of them.
+"""Sparse attention: an indexer scores all earlier tokens, and each query attends to the best ones.
 
 The model's own indexer selects. In a step it gets the dense mask of the tree, which hides other branches before the
-top-k, and its keys lie in the KV cache like those of a layer, so a commit moves them.
+top-k. Its keys are stored in the KV cache like those of a layer, so a commit moves them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SELECTING_LAYERS = {"indexed_attention", "deepseek_sparse_attention", "minimax_m
 MERGING_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
 """Kinds that attend to merged tokens."""
 _SELECTION_SIZES = ("index_topk", "topk_blocks", "block_topk")
-"""Attributes of indexers: how many tokens, or blocks of tokens, a query attends to."""
+"""Attributes of indexers: the number of tokens, or blocks of tokens, that a query attends to."""
 
 
 def refusal(config: Any) -> str | None:
@@ -46,7 +46,7 @@ def selects(config: Any) -> bool:
 
 
 def pools(config: Any) -> bool:
-    """True if some layers pool tokens, which lpr.model.attention.pooled finds on the host."""
+    """True if some layers pool tokens; lpr.model.attention.pooled finds the pools on the host."""
     sizes = (getattr(config, name, None) or 1 for name in ("index_kpool", "indexer_compress_ratio"))
     return merges(config) or max(sizes) > 1
 
@@ -66,7 +66,7 @@ def sparse_attention(
     block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """As `tree_attention`, where each query attends to the selected tokens that its mask shows.
+    """As `tree_attention`; each query attends to the selected tokens that its mask allows.
 
     `indices` [B, T, k] are cache rows; `block_indices` are MiniMax-M3's blocks, in a step its mask (`select_blocks`).
     """
@@ -79,7 +79,7 @@ def sparse_attention(
     elif block_indices is not None:
         blocks: Any = module.indexer
         given = attention_mask, key.shape[2], query.dtype, query.device, kwargs["position_ids"]
-        group = query.shape[1] // key.shape[1]  # whose heads share a mask
+        group = query.shape[1] // key.shape[1]  # query heads that share a mask
         attention_mask = blocks.build_block_mask(block_indices, *given)[:, ::group]
     if selected is not None and attention_mask.dtype == torch.bool:
         attention_mask = attention_mask & selected
@@ -98,7 +98,7 @@ def select_blocks(
 ) -> Tensor:
     """MiniMax-M3's indexer: bool [B, heads, T, KV], true for tokens in the blocks that a query attends to.
 
-    A block is a run of positions. transformers takes runs of cache rows, which are other tokens on a branch.
+    A block is a run of positions. transformers uses runs of cache rows, which differ from positions on a branch.
     """
     step = current_step()
     if step is None or step.packed:
@@ -133,9 +133,9 @@ def best_blocks(scores: Tensor, step: StepInputs, block_size: int, num_blocks: i
 
 
 class FirstOfEqual(TorchFunctionMode):
-    """Lets `topk` choose the first of equal scores, as scores of ReLUs often are zero.
+    """Makes `topk` choose the first of equal scores (ReLU scores are often zero).
 
-    Tokens of a path lie in the order of positions, so the choice does not depend on what lies between them.
+    The tokens of a path are in the order of positions, so the choice does not depend on the rows between them.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,11 +146,11 @@ class FirstOfEqual(TorchFunctionMode):
 
 
 def first_of_equal(scores: Tensor, count: int) -> Any:
-    """As `scores.topk(count)` of fp32 scores, with the first of equal ones; if that is all, in their order."""
+    """As `scores.topk(count)` of fp32 scores, taking the first of equal ones; unsorted if all scores are taken."""
     rows = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
     if count == scores.shape[-1]:
         return torch.return_types.topk((scores, rows))
-    bits = (scores + 0.0).view(torch.int32).long()  # of a sum: there is one zero
+    bits = (scores + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal to 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     chosen = ((ordered << 32) - rows).topk(count).indices
     return torch.return_types.topk((scores.gather(-1, chosen), chosen))
@@ -162,7 +162,7 @@ def _in_order(module: Any, stock: Callable[..., Tensor], *args: Any, **kwargs: A
 
 
 class Indexers(WrappedForward):
-    """Indexers select by position."""
+    """Indexers select by position instead of cache row."""
 
     name = "selection by position"
 
@@ -174,7 +174,7 @@ class Indexers(WrappedForward):
 
 @contextmanager
 def few_selected(model: PreTrainedModel, count: int = 4) -> Iterator[None]:
-    """Let indexers select `count` tokens or blocks at most, so that a short text shows which."""
+    """Context: indexers select at most `count` tokens or blocks, so that a short text tests the selection."""
     found = [(module, name) for module in model.modules() for name in _SELECTION_SIZES if hasattr(module, name)]
     sizes = [getattr(module, name) for module, name in found]
     for (module, name), size in zip(found, sizes, strict=True):

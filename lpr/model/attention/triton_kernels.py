@@ -22,7 +22,7 @@ _versions: dict[str, Any] = {}
 
 
 def load_kernel(name: str) -> None:
-    """Import a version before the first forward: an import would break a compiled forward in every layer."""
+    """Import a kernel before the first forward: an import within it would cause a graph break in every layer."""
     _versions[name] = import_module(_MODULES[name])
 
 
@@ -43,7 +43,7 @@ def kernel_attention(name: str) -> Callable[..., tuple[Tensor, None]]:
         if scoring.bias is not None:  # the kernels take none
             mask = additive(visible_nodes(block, rule.mask_function), query.dtype)
             return tree_attention(module, query, key, value, mask, **given)
-        if is_exact and block.paths is None:  # once a step, for all layers
+        if is_exact and block.paths is None:  # once per step, for all layers
             block.paths = find_paths(bits)
         rules: dict[str, Any] = {"window": rule.window, "chunk": rule.chunk}
         rules |= {"softcap": scoring.softcap, "scale": scoring.scale, "sinks": scoring.sinks}

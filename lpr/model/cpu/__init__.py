@@ -1,1 +1,1 @@
-"""Matrix products on a CPU, whose weights are laid out once, and the memory that large tensors take there."""
+"""CPU matrix products with prepacked weights, and huge-page memory for large tensors."""

@@ -1,11 +1,10 @@
-"""Memory of the host for what every step reads: weights, and the K/V cache.
+"""Host memory for tensors that every step reads: weights, and the K/V cache.
 
-It lies in *huge pages* of 2 MiB where the system has them: a step reads all weights, and looking up where a page of
-4 KiB lies, 65,000 times a step, takes a fifth of its time.
+Tensors are in *huge pages* of 2 MiB if the system has them: a step reads all weights, and with pages of 4 KiB its
+65,000 TLB misses take a fifth of the time.
 
-A cache of gigabytes that is written at the start delays the first answer by a second for each two or so; one that takes
-its pages when they are first used makes the first prompts 1.4 times as slow. So `zeros` lets the system take them from
-its free memory while the program goes on.
+Writing a cache at the start delays the first answer by about a second per 2 GB. Leaving its pages to be faulted in at
+first use makes the first prompts 1.4 times as slow. So `zeros` populates the pages in a background thread.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from torch import Tensor
 
 LEAST_BYTES = 64 << 20  # smaller tensors are written at once
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14: pages are taken and their contents stay, so writers may be ahead. An older kernel
-refuses it, and takes pages when they are first used."""
+"""MADV_POPULATE_WRITE (Linux 5.14): faults pages in without changing their contents, so other threads may write
+meanwhile. Older kernels reject it; pages are then faulted in at first use."""
 LONGEST_WAIT = 30.0  # seconds for one tensor
 _HUGE = 2 << 20  # bytes of a huge page
-_BLOCK = 32 << 20  # bytes of which smaller tensors are parts
+_BLOCK = 32 << 20  # bytes of a block that smaller tensors share
 _ALIGNED = 64  # bytes of a cache line, at which tensors begin
 _NAME = "lpr memory"
-_PIECE = 32 << 20  # Bytes that are taken in one call. A tensor that is dropped stops its thread at the next one.
+_PIECE = 32 << 20  # Bytes populated per call. The thread of a freed tensor stops at the next call.
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -54,15 +53,15 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 
 
 def wait_for_pages() -> None:
-    """Wait until the pages of all tensors are taken: before that the system counts them as free."""
+    """Wait until the pages of all tensors are populated: until then the system counts them as free."""
     for thread in threading.enumerate():
         if thread.name == _NAME:
             thread.join(LONGEST_WAIT)
 
 
 def _take(area: weakref.ref[mmap.mmap], address: int, num_bytes: int) -> None:
-    """Let the system take the pages of `area`, in order, for as long as a tensor holds it."""
-    advise = ctypes.CDLL(None).madvise  # the interpreter goes on meanwhile, which mmap.madvise does not allow
+    """Populate the pages of `area`, in order, as long as a tensor holds it."""
+    advise = ctypes.CDLL(None).madvise  # releases the GIL, unlike mmap.madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for begin in range(0, num_bytes, _PIECE):
         held = area()
@@ -77,7 +76,7 @@ class _Blocks:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """Bytes that no other tensor has, from a cache line's begin on."""
+        """Allocate bytes, aligned to a cache line."""
         size = -(-num_bytes // _ALIGNED) * _ALIGNED
         with self._lock:
             if size > len(self._rest):
@@ -93,7 +92,7 @@ _blocks = _Blocks()
 
 
 def _area(num_bytes: int) -> tuple[mmap.mmap, Tensor]:
-    """Zeros (uint8 [num_bytes]) in memory of their own, and that memory, which lasts as long as the tensor."""
+    """A zero tensor (uint8 [num_bytes]) in a new mapping, and the mapping, which lives as long as the tensor."""
     area = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages refuses
         area.madvise(mmap.MADV_HUGEPAGE)

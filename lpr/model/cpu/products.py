@@ -1,6 +1,6 @@
-"""Matrix products whose weights are laid out once, when the model is loaded: in C++ or, without AVX2, by oneDNN.
+"""Matrix products with weights prepacked at load: in C++ or, without AVX2, by oneDNN.
 
-MKL, which multiplies in float32 otherwise, lays a weight out at every call, and is slow on processors of AMD.
+MKL, PyTorch's default in float32, repacks a weight at every call, and is slow on AMD processors.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.merged_linear import GROUPS, Pack, fit
 
 _HEIGHT = 16
-"""Rows that the layout is made for. It serves all heights; one made for 1 row is 1.5 times as slow at 2 to 16."""
+"""Number of rows that oneDNN's layout is optimised for. It works for any number; a layout for 1 row is 1.5 times as
+slow at 2 to 16 rows."""
 
 
 def can_pack(dtype: torch.dtype, num_inputs: int) -> bool:
-    """True if this machine multiplies in this dtype with weights that are laid out before."""
+    """True if this machine supports prepacked weights in this dtype."""
     return can_tile(dtype, num_inputs) or has_one_dnn(dtype)
 
 
 def has_one_dnn(dtype: torch.dtype) -> bool:
-    """True if oneDNN multiplies in this dtype here."""
+    """True if oneDNN supports this dtype on this machine."""
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return False
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -36,7 +37,7 @@ def has_one_dnn(dtype: torch.dtype) -> bool:
 
 class OneDnn:
     def __init__(self, weight: Tensor) -> None:
-        """Lay out `weight` [outputs, inputs] as oneDNN does."""
+        """Pack `weight` [outputs, inputs] in oneDNN's layout."""
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HEIGHT)
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
@@ -50,7 +51,7 @@ class OneDnn:
 
 
 class LaidOut(Pack):
-    """The weights of one or more linear layers of the same input, in the layout `packed` and nowhere else."""
+    """The weights of one or more linear layers of the same input, stored only in the layout `packed`."""
 
     def __init__(self, packed: Any, bias: Tensor | None, sizes: Sequence[int], dtype: torch.dtype) -> None:
         """`packed` has `multiply`, `to_dense` and `num_bytes`, as Tiles; the members have `sizes` outputs."""
@@ -82,11 +83,11 @@ class Prepacked(LaidOut):
 
 
 class PrepackedLinear(nn.Linear):
-    """An `nn.Linear` whose weight lies in a pack."""
+    """An `nn.Linear` whose weight is stored in a pack."""
 
     pack: LaidOut
     place: int
-    tied: weakref.ref[nn.Parameter]  # the weight as a parameter; it lives on if it is that of an embedding, too
+    tied: weakref.ref[nn.Parameter]  # the weight as a parameter, alive only if an embedding shares it
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -103,7 +104,7 @@ class PrepackedLinear(nn.Linear):
 
 
 class PrepackedProducts(Rewrite):
-    """Weights of plain `nn.Linear` are laid out for the processor, those of projections of one input together."""
+    """Prepacks the weights of plain `nn.Linear` layers; projections of one input share a pack."""
 
     name, stage = "prepacked products", Stage.FASTER
 
@@ -118,13 +119,13 @@ class PrepackedProducts(Rewrite):
                     yield name, members
 
     def apply(self, module: nn.Module, found: list[Any]) -> None:
-        """Lay the weights of some members out as one pack, and free them."""
+        """Prepack the weights of some members as one pack, and free the originals."""
         weight = found[0].weight.data if len(found) == 1 else torch.cat([each.weight.data for each in found])
         bias = torch.cat([each.bias.data for each in found]) if found[0].bias is not None else None
         pack = Prepacked(weight, bias, [each.out_features for each in found])
         for place, member in enumerate(found):
             member.tied = weakref.ref(member.weight)
-            del member.weight  # a weight that is tied to an embedding stays there
+            del member.weight  # an embedding keeps a tied weight
             member.__class__ = PrepackedLinear
             member.pack, member.place = pack, place
 

@@ -1,10 +1,10 @@
-"""Matrix products in C++ (native/products.h) with weights that are laid out once, in panels of 32 outputs.
+"""Matrix products in C++ (native/products.h) with weights prepacked in panels of 32 outputs.
 
-Beside oneDNN they are 1.3 to 1.7 times as fast from 8 to 32 rows, which is what trees and batches have, and no slower
-at other heights (AVX-512). A row has the same bits at every height.
+They are 1.3 to 1.7 times as fast as oneDNN at 8 to 32 rows, the sizes of trees and batches, and no slower at other
+sizes (AVX-512). A row has the same bits at every number of rows.
 
-In a float32 model weights that bfloat16 holds exactly lie as bfloat16, and are widened on the way: a step of a few rows
-takes as long as reading them does.
+In a float32 model, weights that are exact in bfloat16 are stored in bfloat16 and widened in registers: a step of few
+rows is bound by reading weights.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lpr.model.threads import team_size
 
 PANEL = 32
 DEPTH = 32  # inputs that a core's matrix unit multiplies at a time
-_ALONE = 1 << 18  # multiplications up to which a product runs on the calling thread
+_ALONE = 1 << 18  # most multiplications of a product that runs on the calling thread alone
 
 DTYPES = torch.float32, torch.bfloat16  # of rows
 Address = tuple[int, int, int, int, int, int]
-"""For native.DecoderLayer: where a weight and its bias lie (0: no bias), the numbers of outputs, inputs and bits, and
-where the scales of a weight in int8 lie (0: it has none)."""
+"""For native.DecoderLayer: addresses of a weight and its bias (0: no bias), the numbers of outputs, inputs and bits,
+and the address of an int8 weight's scales (0: none)."""
 
 
 def can_tile(dtype: torch.dtype, num_inputs: int) -> bool:
@@ -36,7 +36,7 @@ def can_tile(dtype: torch.dtype, num_inputs: int) -> bool:
 
 class Tiles:
     def __init__(self, weight: Tensor) -> None:
-        """Lay out `weight` [outputs, inputs], of a dtype and size with `can_tile`."""
+        """Pack `weight` [outputs, inputs], of a dtype and size that `can_tile` allows."""
         self.num_outputs, self.num_inputs = weight.shape
         self.dtype = weight.dtype
         assert native.can_use_amx is not None
@@ -58,7 +58,7 @@ class Tiles:
         return whole.to(dtype).contiguous()
 
     def address(self, bias: Tensor | None) -> Address:
-        """Where weight and `bias` [outputs] in float32 lie."""
+        """The addresses and sizes of the weight and of `bias` [outputs] in float32."""
         places = self._panels.data_ptr(), 0 if bias is None else bias.data_ptr()
         return *places, self.num_outputs, self.num_inputs, 16 if self._has_halves else 32, 0
 
@@ -84,6 +84,6 @@ def multiply_at(address: Address, given: Tensor) -> Tensor:
 
 
 def _halves(weight: Tensor) -> Tensor:
-    """`weight` in bfloat16 if that changes no value, as of checkpoints in it, and pairs of inputs can lie together."""
+    """`weight` in bfloat16 if that changes no value and the number of inputs is even; else `weight` itself."""
     half = weight.bfloat16()
     return half if weight.shape[1] % 2 == 0 and torch.equal(half.to(weight.dtype), weight) else weight

@@ -1,7 +1,7 @@
-"""Exact mode: a step's logits are the same bits however it was drafted, batched or cut.
+"""Exact mode: batch-invariant logits, the same bits for every tree, batch and chunking.
 
-A row of a matrix product with the weights has the same bits for any number of rows within a range, which `check`
-finds and keeps to. Attention adds in the order of positions: `in_order` on a CPU, `kernels.exact_kernel` on a GPU.
+A row of a GEMM with the weights has the same bits for any number of rows M within a range, which `check` determines and
+enforces. Attention adds in the order of positions: `in_order` on a CPU, `kernels.exact_kernel` on a GPU.
 """
 
-BLOCK = 64  # positions whose values one product of `kernels.exact_kernel` adds up
+BLOCK = 64  # positions that one product of `kernels.exact_kernel` adds up

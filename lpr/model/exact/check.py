@@ -1,7 +1,8 @@
-"""Exact mode's matrix products, at heights (rows) that agree: a library chooses its kernel by the shape.
+"""Exact mode's matrix products: restricted to heights (numbers of rows M) at which a row has the same bits.
 
-All products on a GPU have one height. On a CPU `find_heights` tries them out when a model is loaded: a float32
-row of MKL's with AVX2 has the same bits in any product of four rows or more, lpr's own products at every height.
+A library chooses its kernel by the shape. On a GPU all products have the same number of rows. On a CPU `find_heights`
+tests products when a model is loaded: with MKL and AVX2 a float32 row has the same bits for any M of four or more, in
+lpr's own products for every M.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.sharded_layers import local
 from lpr.model.step_inputs import Heights
 
-HEIGHT = 64  # rows of every product on a GPU, which reads weights for about as long as it multiplies 64 rows by them
-MOST_FILLED = 16  # rows to which a step may be padded, so that its products round as those of more rows do
-_LEAST_RANGE = 4  # heights that agree may be fewer by chance, and then a row's place in the product matters
+HEIGHT = 64  # M of every product on a GPU: about where arithmetic takes as long as reading the weights
+MOST_FILLED = 16  # most rows to which a small step may be padded to reach the range
+_LEAST_RANGE = 4  # shorter ranges may agree by chance, and a row's place in the product then matters
 _HEIGHTS = (*range(1, 34), 40, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512)
 _MOST_ROWS = 513
-MOST_LOGITS = 66  # rows of the output head that are tried: few steps have more results
+MOST_LOGITS = 66  # most rows of the output head that are tested: few steps have more results
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def refusal(model: Any, own_attention: bool) -> str | None:
-    """The reason in its class and config why the logits of `model` depend on a step's shape; None if there is none."""
+    """The reason, from its class and config, why the logits of `model` depend on a step's shape; None without one."""
     config = model.config.get_text_config(decoder=True)
     if own_attention:
         return "its attention is its own code, which adds in the order of cache rows"
@@ -56,9 +57,9 @@ def refusal(model: Any, own_attention: bool) -> str | None:
 
 
 def find_heights(model: nn.Module) -> Heights | str:
-    """Try a product of each shape with as many threads as torch has now; of several ranges of heights the highest.
+    """Test a product of each shape with torch's present number of threads; the highest range of M that all share.
 
-    Returns, in place of heights, the first product with which none are left whose least is MOST_FILLED or fewer rows.
+    Returns a string instead, which names the first product that leaves no range starting at MOST_FILLED rows or fewer.
     """
     bits = hashlib.blake2b(digest_size=8)
     bits.update(b"without the extension" if native.attend_in_order is None else b"with it")  # attention differs
@@ -66,7 +67,7 @@ def find_heights(model: nn.Module) -> Heights | str:
     for name, size, multiply, most in _products(model):
         found = _ranges(multiply, size, most, bits)
         if most == MOST_LOGITS:
-            found[0] = found[0][0], _MOST_ROWS  # it is cut at MOST_LOGITS in any case
+            found[0] = found[0][0], _MOST_ROWS  # logits are computed in pieces of MOST_LOGITS rows
         ranges = [
             (max(low, other_low), min(high, other_high))
             for low, high in ranges
@@ -85,9 +86,9 @@ def tried_sizes(model: nn.Module) -> set[Size]:
 
 
 def _ranges(multiply: Product, size: Size, most: int, bits: hashlib.blake2b) -> list[tuple[int, int]]:
-    """Ranges of heights up to `most`, the highest first, in which `multiply` gives a row the same bits.
+    """Ranges of M up to `most`, the highest first, in which `multiply` gives a row the same bits.
 
-    `bits` takes in those of the highest.
+    The bits in the highest range are added to the digest `bits`.
     """
     num_in, num_out, dtype = size
     rows, weight, bias = cancelling(num_in, num_out, most, dtype)
@@ -106,9 +107,10 @@ def _ranges(multiply: Product, size: Size, most: int, bits: hashlib.blake2b) -> 
 
 
 def cancelling(num_in: int, num_out: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [n, in], a weight [out, in] and a bias [out] whose product is zero but for the errors of its additions.
+    """Rows [n, in], a weight [out, in] and a bias [out] whose product is zero except for rounding errors.
 
-    Half precision rounds an error of a sum away; here nothing else is left, so another order of additions shows.
+    In half precision the output's rounding would hide the error of a sum. Here only the error is left, so another order
+    of additions is visible.
     """
     generator = torch.Generator().manual_seed(0)
     half = num_in // 2
@@ -123,7 +125,7 @@ def cancelling(num_in: int, num_out: int, num_rows: int, dtype: torch.dtype) -> 
 
 
 def _products(model: nn.Module) -> Iterator[tuple[str, Size, Product, int]]:
-    """A matrix product of every shape that `model` computes with its weights: name, size, itself, most rows."""
+    """A matrix product of every shape that `model` computes with its weights: name, size, function, most rows."""
     known = set()
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
@@ -138,7 +140,7 @@ def _products(model: nn.Module) -> Iterator[tuple[str, Size, Product, int]]:
 
 
 def _kinds(name: str, module: Any) -> Iterator[tuple[str, bool, Size]]:
-    """The products of a module by itself: how, with a bias or without, and the size."""
+    """The products of a module itself: kind, True with a bias, and size."""
     if isinstance(module, PrepackedLinear):
         yield "packed", module.bias is not None, (module.in_features, sum(module.pack.sizes), module.pack.dtype)
         if name.endswith("dt_proj"):  # Mamba multiplies by its weight
@@ -158,7 +160,7 @@ def _kinds(name: str, module: Any) -> Iterator[tuple[str, bool, Size]]:
 
 
 def _packed(has_bias: bool) -> Product:
-    """A product that lays its weight out at the first call; the later ones have the same."""
+    """A product that packs its weight at the first call and reuses it."""
     packs: list[Prepacked] = []
 
     def multiply(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -182,7 +184,7 @@ def _linear_alone(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class PinnedProducts(Rewrite):
-    """Products with the model's weights keep to the heights of a step in exact mode; otherwise nothing changes."""
+    """In steps of exact mode, products with the model's weights use only the allowed heights."""
 
     name, stage = "products at fixed heights", Stage.EXACT
 

@@ -1,7 +1,7 @@
-"""Exact mode on a CPU, in code that is the model's own: functions of PyTorch whose bits depend on a step's shape.
+"""Exact mode on a CPU for a model's own code: PyTorch functions whose bits depend on the shape.
 
-Behind the last whole vector, and where the parts of two threads meet, PyTorch computes another exponential. A product
-with a weight that belongs to no layer of PyTorch's, such as a router's or an expert's, is as high as the code makes it.
+PyTorch computes exponentials differently after the last whole vector and at the borders between threads. A product with
+a weight outside PyTorch's layers, such as a router's or an expert's, has as many rows as the model's code passes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lpr.model.rewrite.base import Setting, Stage, WrappedForward
 from lpr.model.step_inputs import current_step
 
 VECTOR = 64
-"""Values that an elementwise operator takes at once at most: two vectors of AVX-512 in half precision."""
+"""Most values that an elementwise operator processes at once: two AVX-512 vectors in half precision."""
 MOST = (1 << 15) - VECTOR
-"""Values that PyTorch does not share out among threads."""
+"""Most values that PyTorch processes in one thread."""
 NARROW = 15
-"""Outputs up to which a library multiplies by vectors, where a row's bits depend on its place."""
+"""Most outputs for which a library uses matrix-vector products, in which a row's bits depend on its place."""
 ELEMENTWISE = {
     F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, torch.sigmoid, Tensor.sigmoid, torch.rsqrt, Tensor.rsqrt,
     torch.exp2, Tensor.exp2, torch.log1p, Tensor.log1p,
 }  # fmt: skip
-"""Functions whose tails differ; exp, tanh, erf, sine and cosine have none."""
+"""Functions with different code for tails. (exp, tanh, erf, sine and cosine have the same.)"""
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm}
 _SUMS = {torch.einsum, torch.baddbmm, F.conv1d}
 _linear = F.linear
@@ -37,17 +37,17 @@ Size = tuple[int, int, torch.dtype]
 
 
 class InexactError(ValueError):
-    """Code of a model's own adds in an order that depends on a step's shape. (A TypeError of `@` would be lost.)"""
+    """A model's own code adds in an order that depends on a step's shape. (`@` would swallow a TypeError.)"""
 
 
 class FixedFunctions(TorchFunctionMode):
-    """Evaluates them in whole vectors, and products at the heights of the step.
+    """Evaluates such functions in whole vectors, and products at the allowed heights.
 
-    Raises InexactError for a product that was not tried when the model was loaded.
+    Raises InexactError for a product that was not tested when the model was loaded.
     """
 
     def __init__(self, sizes: set[Size]) -> None:
-        """`sizes` are those that were tried."""
+        """`sizes` are the tested product sizes."""
         super().__init__()
         self.sizes = sizes
 
@@ -59,7 +59,7 @@ class FixedFunctions(TorchFunctionMode):
             return _in_whole_vectors(partial(func, **kwargs), *args)
         if func is _linear:
             return self._multiply(partial(func, **kwargs), *args)
-        if func in _PRODUCTS and args[0].shape[-1] > 1:  # of one value each there is no sum
+        if func in _PRODUCTS and args[0].shape[-1] > 1:  # with one input there is no sum
             if args[0].dim() == 2 < args[1].dim():
                 return self._multiply(_linear, args[1].transpose(-2, -1), args[0]).transpose(-2, -1)
             return self._multiply(func, *args)
@@ -72,7 +72,7 @@ class FixedFunctions(TorchFunctionMode):
     def _multiply(self, func: Callable[..., Tensor], states: Tensor, weight: Tensor, *bias: Any) -> Tensor:
         if type(weight) not in (Tensor, nn.Parameter):  # split over ranks, in a layer of PyTorch's
             return func(states, weight, *bias)
-        if states.dim() == weight.dim() > 2 and states.shape[-1] <= NARROW:  # each token by a matrix of its own
+        if states.dim() == weight.dim() > 2 and states.shape[-1] <= NARROW:  # a batched product: one matrix per token
             parts = zip(states.float().split(1, -1), weight.float().split(1, -2), strict=True)
             return sum((one * row for one, row in parts), torch.zeros(())).to(states.dtype)
         is_linear = getattr(func, "func", func) is _linear
@@ -103,7 +103,7 @@ def _in_whole_vectors(func: Callable[..., Tensor], values: Tensor, *args: Any) -
 
 
 def in_pieces(multiply: Callable[[Tensor], Tensor], states: Tensor, limit: int | None = None) -> Tensor:
-    """`multiply` of `states` [..., D], in pieces of as many rows as agree, and of `limit` at most."""
+    """`multiply` of `states` [..., D], in pieces with an allowed number of rows, at most `limit`."""
     step, count = current_step(), states.shape[:-1].numel()
     if step is None or step.heights is None:
         return multiply(states)
@@ -118,7 +118,7 @@ def in_pieces(multiply: Callable[[Tensor], Tensor], states: Tensor, limit: int |
 
 
 class FixedExperts(WrappedForward):
-    """Experts compute their tokens one expert after the other, by products of their own heights."""
+    """Experts compute their tokens one expert after the other, by products of allowed heights."""
 
     name, stage = "experts one by one", Stage.EXACT
 

@@ -1,5 +1,5 @@
-"""Parts of transformers' models that are known by their source, computed by a few calls: in C++ or by Triton kernels.
+"""Fused forms of transformers' modules, in C++ or as Triton kernels, from whole decoder layers to single norms.
 
-`accelerate` replaces what it knows, from whole decoder layers down to single norms. All else stays as transformers has
-it, and the self-check compares the result with the modules' own forwards.
+Modules are recognised by their behaviour (`probe`). Others keep transformers' forward, and the self-check compares the
+result with the modules' own forwards.
 """

@@ -1,10 +1,10 @@
-"""Decoder layers of Llama's structure, product by product; on a CPU all in one call, if they are of known parts alone.
+"""Decoder layers of Llama's structure with fused parts; on a CPU all layers in one call, if all their parts are known.
 
-On a GPU a layer is 13 launches instead of 42. On a CPU a step reads all weights, so that the interpreter's own memory
-is cold at each layer: 30 calls in place of one are a sixth of a step of one token.
+On a GPU a layer takes 13 launches instead of 42. On a CPU a step reads all weights, which evicts the interpreter's data
+from the caches: 30 calls per layer instead of one take a sixth of a one-token step.
 
-Covers the layers that do what lpr.model.fused.probe tries, whatever their class: Llama, SmolLM, Mistral,
-Qwen 2 and 3, Granite, Gemma and others, and with their own experts Mixtral and Qwen 3 MoE.
+Layers are recognised by lpr.model.fused.probe, independent of their class: Llama, SmolLM, Mistral, Qwen 2 and 3,
+Granite, Gemma and others, and Mixtral and Qwen 3 MoE with their own experts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lpr.model.transformers_versions import cache_argument
 
 @dataclass(frozen=True)
 class Run:
-    """Layers that one call computes."""
+    """Consecutive layers that one call computes."""
 
     layers: list[int]
     call: Any  # native.DecoderLayers
@@ -42,21 +42,21 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """The forward of a decoder layer inside a step; outside it the layer's own."""
+    """The fused forward of a decoder layer in a step; outside a step the layer's own forward."""
 
     plain: OwnForward
     cache_argument: str
     attention: Any
-    mlp: Callable[[Tensor], Tensor]  # the module, or what computes it (GatedMlp)
+    mlp: Callable[[Tensor], Tensor]  # the module, or its fused form (GatedMlp)
     norms: tuple[Norm, Norm]  # before attention and before the MLP
     head_norms: tuple[Norm, Norm] | None  # for the heads of queries and of keys
     qkv: Pack
     out: Pack
-    multiplier: float  # scales what attention and MLP add to the residual
+    multiplier: float  # factor of attention's and MLP's outputs in the residual
     whole: Any = field(init=False)
-    """The same layer as one call (native.DecoderLayer); None if it is not of known parts alone."""
+    """The same layer as one call (native.DecoderLayer); None if a part of it is unknown."""
     run: Run | None = field(init=False)
-    """The layers that are computed when this one is called; None if there is no such call, or an earlier layer's."""
+    """The layers computed when this one is called; None if there is no such call, or an earlier layer has it."""
     follows: bool = field(init=False, default=False)  # True if the layer is in the run of an earlier one
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class DecoderLayer:
         self.begin([self])
 
     def begin(self, layers: Sequence[DecoderLayer]) -> None:
-        """Compute `layers`, of which this is the first, whenever this one is called."""
+        """Compute all `layers`, of which this is the first, when this one is called."""
         wholes, run = [each.whole for each in layers], None
         if native.DecoderLayers is not None and None not in wholes:
             run = Run([each.attention.layer_idx for each in layers], native.DecoderLayers(wholes))
@@ -73,7 +73,7 @@ class DecoderLayer:
             object.__setattr__(each, "follows", True)
 
     def __reduce__(self) -> tuple[type[DecoderLayer], tuple[Any, ...]]:
-        """A copy has weights of its own, so its one call is made anew."""
+        """A copy has other weights, so its native call is built again."""
         return DecoderLayer, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     def __call__(
@@ -98,7 +98,7 @@ class DecoderLayer:
             return hidden_states
         step.computed = -1
         name = attention.config._attn_implementation
-        is_known = name in (NATIVE, NATIVE_EXACT) and step.adapters is None  # of which that call knows nothing
+        is_known = name in (NATIVE, NATIVE_EXACT) and step.adapters is None  # the native call has no adapters
         if self.run is not None and is_known and isinstance(attention_mask, LayerRule):
             sides = [cache.layer_tensors.get(index) for index in self.run.layers]
             if None not in sides:
@@ -136,7 +136,7 @@ class DecoderLayer:
         return result
 
     def _heads(self, states: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values [R, H, N, D] of their product `states` [R, N, sum of H * D], in place."""
+        """Split the fused projection `states` [R, N, sum of H * D] into rotated Q, K and V [R, H, N, D], in place."""
         dim = self.attention.head_dim
         counts = [size // dim for size in self.qkv.sizes]
         if self.head_norms is not None:
@@ -152,23 +152,23 @@ class DecoderLayer:
 
 
 Places = tuple[list[int], tuple[int, int], list[int], tuple[int, int]]
-"""Where keys and values of each layer lie, each with the strides of heads and rows, which all layers have."""
+"""Addresses of each layer's keys, their strides of heads and rows; the same for values. All layers share strides."""
 
 
 def _places(sides: Sequence[tuple[Tensor, Tensor]]) -> Places:
-    """Those of `sides`, keys and values [rows, H, D] by layer."""
+    """The Places of `sides`, keys and values [rows, H, D] by layer."""
     addresses = [[each.data_ptr() for each in side] for side in zip(*sides, strict=True)]
     (key_row, key_head, _), (value_row, value_head, _) = (each.stride() for each in sides[0])
     return addresses[0], (key_head, key_row), addresses[1], (value_head, value_row)
 
 
 def cache_places(cache: KVCache, layers: Sequence[int]) -> Places:
-    """Those of layers whose keys and values `cache` holds."""
+    """The Places of layers in `cache`."""
     return _places([cache.layer_tensors[layer] for layer in layers])
 
 
 class DecoderLayers(Fused):
-    """Decoder layers of Llama's structure; on a CPU all of them in one call, if they attend by one rule."""
+    """Decoder layers of Llama's structure; on a CPU all of them in one call, if all have the same LayerRule."""
 
     name = "decoder layers"
 
@@ -180,7 +180,7 @@ class DecoderLayers(Fused):
 
 
 def join_layers(model: nn.Module) -> None:
-    """Let the first layer of each list of decoder layers compute all of them, where all attend by one rule."""
+    """Let the first layer of each list of decoder layers compute all of them, if all have the same LayerRule."""
     for stack in model.modules():
         if not isinstance(stack, nn.ModuleList) or len(stack) < 2:
             continue
@@ -198,7 +198,7 @@ def join_layers(model: nn.Module) -> None:
 
 
 def layer_of(module: Any, device: str | None = None) -> DecoderLayer | None:
-    """What computes the decoder layer `module`; None if it is not of a known form, or a part of it is not."""
+    """The fused form of the decoder layer `module`; None if it, or a part of it, is unknown."""
     attention: Any = getattr(module, "self_attn", None)
     mlp: Any = getattr(module, "mlp", None)
     projections = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
@@ -231,7 +231,7 @@ def layer_of(module: Any, device: str | None = None) -> DecoderLayer | None:
 
 
 def _whole(layer: DecoderLayer) -> Any:
-    """`layer` as one call; None if it is not of products in panels, or scales what it adds."""
+    """`layer` as one native call; None if its weights are not in panels, or if it has a multiplier."""
     attention, mlp, (queries, keys, values) = layer.attention, layer.mlp, layer.qkv.sizes
     if native.DecoderLayer is None or not isinstance(mlp, GatedMlp) or layer.multiplier != 1:
         return None

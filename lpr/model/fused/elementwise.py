@@ -1,7 +1,7 @@
 """The parts of a decoder layer between its matrix products: in C++ (native/elementwise.h), on a GPU Triton kernels.
 
-Tensors are of DTYPES with their last dimension contiguous; the callers see to it (lpr.model.fused.modules). In half
-precision the results round where the modules of transformers round.
+Tensors have DTYPES and a contiguous last dimension; the callers ensure this (lpr.model.fused.modules). In half
+precision results are rounded where the modules of transformers round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lpr.model.threads import team_size
 
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
 """By the type of device."""
-_ALONE = 1 << 16  # values up to which a part runs on the calling thread
+_ALONE = 1 << 16  # most values of an operation that runs on the calling thread alone
 
 
 class Weighing(IntEnum):

@@ -1,6 +1,6 @@
-"""RMS norms and gated MLPs of transformers, recognised by what they do (lpr.model.fused.probe).
+"""Fused RMS norms and gated MLPs of transformers, recognised by their behaviour (lpr.model.fused.probe).
 
-Each replacement computes inside a step alone; outside it the module's own forward does, which the self-check compares.
+A replacement is used in steps only; outside a step the module's own forward runs, and the self-check compares the two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lpr.model.step_inputs import current_step
 
 
 def in_step() -> bool:
-    """True where the replacements compute: in a step, without gradients."""
+    """True if replacements are used: in a step, without gradients."""
     return current_step() is not None and not torch.is_grad_enabled()
 
 
@@ -43,7 +43,7 @@ class Norm:
 
 
 def norm_of(module: Any, device: str | None = None) -> Norm | None:
-    """What computes the norm `module` on a kind of device; None if it is not a known one."""
+    """The fused form of the norm `module` for a device type; None if it is unknown."""
     weight: Any = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not weight.is_contiguous():
         return None
@@ -71,7 +71,7 @@ class GatedMlp:
 
 
 def mlp_of(module: Any, device: str | None = None) -> GatedMlp | None:
-    """What computes the MLP `module`; None if it is not a known one, or not packed."""
+    """The fused form of the MLP `module`; None if it is unknown or not packed."""
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return None
     gate_up, down = pack_of(module.gate_proj, module.up_proj), pack_of(module.down_proj, device=device)
@@ -83,9 +83,9 @@ def mlp_of(module: Any, device: str | None = None) -> GatedMlp | None:
 
 
 def pack_of(*members: Any, device: str | None = None) -> Pack | None:
-    """The pack that has these layers and no others, in this order; None if there is none.
+    """The pack of exactly these layers, in this order; None if there is none.
 
-    A single layer on a GPU needs none before.
+    For a single layer on a GPU the pack is made here.
     """
     if len(members) == 1 and fit(members) and (device or members[0].weight.device.type) == "cuda":
         members[0].pack = pack = Pack(members)  # where adapters find it
@@ -98,7 +98,7 @@ def pack_of(*members: Any, device: str | None = None) -> Pack | None:
 
 
 class Fused(NewForward):
-    """A forward of few calls, where this machine has them."""
+    """Base of rewrites to fused forwards, if this machine supports them."""
 
     def why_not(self, model: nn.Module, setting: Setting) -> str | None:
         if is_available(setting.device):
@@ -107,7 +107,7 @@ class Fused(NewForward):
 
 
 class GatedMlps(Fused):
-    """MLPs of a gate in two products and one elementwise call."""
+    """Gated MLPs as two products and one elementwise call."""
 
     name = "gated MLPs"
 

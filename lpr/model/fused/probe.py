@@ -1,10 +1,10 @@
-"""Recognises modules of transformers by what they do, whatever their class is called and however it is written.
+"""Recognises modules of transformers by their behaviour, independent of class names and source.
 
-A module's forward runs on a few random numbers on the CPU, in the model's dtype. Its children and what it calls are
-stand-ins, which note what they get and return random numbers, so neither weights nor hooks of the model take part. All
-that is noted must be what lpr's form of the module would have passed on: bit by bit, as only elementwise operators lie
-between stand-ins. A forward that raises, or that differs, is not recognised, and the module's own code runs. The
-self-check sees what depends on values that are not tried here.
+A module's forward runs on a few random numbers on the CPU, in the model's dtype. Its children and the functions that it
+calls are replaced by stand-ins, which record their inputs and return random numbers, so the model's weights and hooks
+take no part. The recorded inputs must equal those of lpr's form of the module, bit by bit, because only elementwise
+operators lie between stand-ins. A forward that raises or differs is not recognised, and the module's own code runs. The
+self-check covers values that are not tried here.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _WEIGHINGS: dict[Weighing, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {
     Weighing.ONE_PLUS: lambda normed, weight, dtype: (normed * (1.0 + weight.float())).to(dtype),
     Weighing.WIDE: lambda normed, weight, dtype: (weight * normed).to(dtype),
 }
-_SIZES = ((3, 1), (3, 4))  # Sequences and entries of what is tried. A tensor of 3 is not unpacked into two by chance.
+_SIZES = ((3, 1), (3, 4))  # Batch and length of the probes. A tensor of 3 is not unpacked into two by accident.
 _IGNORED = {"sliding_window", "position_ids", "use_cache"}
-"""Arguments of attention that lpr's takes no notice of, or has from the mask."""
+"""Arguments of attention that lpr's attention ignores or derives from the mask."""
 
 
 class StandIn(nn.Module):
-    """A child that notes its input and returns what `compute` makes of it."""
+    """A child module that records its input and returns `compute(input)`."""
 
     def __init__(self, compute: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class StandIn(nn.Module):
         return self.compute(states)
 
     def got(self, expected: Tensor) -> bool:
-        """True if it was called once, with this."""
+        """True if it was called once, with `expected`."""
         return len(self.given) == 1 and _same(self.given[0], expected)
 
 
 class _Random:
-    """Random numbers of a dtype, the same in each process; torch's own generator stays as it is."""
+    """Random numbers of a dtype, the same in each process; does not change torch's own generator."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.generator = dtype, torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ class _Random:
         return torch.randn(size, generator=self.generator, device="cpu").to(self.dtype)
 
     def stand_in(self, *size: int) -> tuple[StandIn, Tensor]:
-        """A child, and what it returns."""
+        """A stand-in, and the tensor that it returns."""
         found = self(*size)
         return StandIn(lambda _: found.clone()), found
 
@@ -80,7 +80,7 @@ def _copied(module: nn.Module, children: Mapping[str, nn.Module], **fields: Any)
 
 
 def _has(module: Any, children: set[str], parameters: set[str] = frozenset()) -> bool:  # type: ignore[assignment]
-    """True if `module` has just these children and parameters, and its class's forward."""
+    """True if `module` has exactly these children and parameters, and its class's forward."""
     names = set(module._modules) == children and set(module._parameters) == parameters
     return names and not module._buffers and "forward" not in vars(module)
 
@@ -89,12 +89,12 @@ def _tried(check: Callable[..., Any], *args: Any) -> Any:
     try:
         with torch.no_grad(), torch.device("cpu"):
             return check(*args)
-    except Exception:  # of code that is not known: of any type
+    except Exception:  # of any type
         return None
 
 
 def weighing_of(module: nn.Module) -> tuple[Weighing, float] | None:
-    """How the RMS norm `module` weighs, and its epsilon; None if it is none."""
+    """The Weighing and epsilon of the RMS norm `module`; None if it is not an RMS norm."""
     return _tried(_weighing_of, module) if _has(module, set(), {"weight"}) else None
 
 
@@ -116,7 +116,7 @@ def _weighing_of(module: Any) -> tuple[Weighing, float] | None:
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    """True if they differ by the order of a sum at most: in half precision nearly all values are the same."""
+    """True if they differ at most by the order of a sum: in half precision nearly all values are then equal."""
     ulp, is_half = torch.finfo(expected.dtype).eps, expected.dtype is not torch.float32
     differ = (found - expected).abs() > (1 if is_half else 8) * ulp * expected.abs()
     equal = float((found == expected).float().mean())
@@ -144,10 +144,10 @@ def _activation_of(module: Any, dtype: torch.dtype) -> Activation | None:
 
 
 def is_decoder_layer(layer: nn.Module, sizes: list[int], dtype: torch.dtype, multiplier: float) -> bool:
-    """True if `layer` is one of Llama's: with norms of heads if its attention has them.
+    """True if `layer` has the structure of Llama's decoder layer, optionally with norms of heads.
 
-    It adds attention and MLP, each behind a norm and times `multiplier`, to its residual. `sizes` are the widths of
-    queries, keys and values; all of a head is rotated, as of Llama.
+    That is: attention and MLP, each after a norm and times `multiplier`, are added to the residual. `sizes` are the
+    widths of queries, keys and values; the rotary embedding covers whole heads, as in Llama.
     """
     attention: Any = getattr(layer, "self_attn", None)
     children = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -155,7 +155,7 @@ def is_decoder_layer(layer: nn.Module, sizes: list[int], dtype: torch.dtype, mul
     if not _has(layer, children) or not (_has(attention, projections) or _has(attention, projections | _HEAD_NORMS)):
         return False
     given, dim = (layer, attention, sizes, dtype, multiplier), getattr(attention, "head_dim", 0)
-    is_whole = _tried(_is_layer, *given, (3, 4), dim // 2) is None  # else it rotates as much of a head as it is told
+    is_whole = _tried(_is_layer, *given, (3, 4), dim // 2) is None  # else only the given part
     return is_whole and all(_tried(_is_layer, *given, size, dim) for size in _SIZES)
 
 
@@ -163,7 +163,7 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 
 
 class _Noted:
-    """A cache and an attention that note what they get."""
+    """A cache and an attention that record their inputs."""
 
     def __init__(self, *returned: Tensor) -> None:
         self.returned, self.calls = returned, list[tuple[tuple[Any, ...], dict[str, Any]]]()

@@ -8,8 +8,8 @@ h[i] is the model's last hidden state after its final norm; logits are those of 
 the place of h[i+1]. Names and the order of `join` follow vLLM (vllm/model_executor/models/deepseek_mtp.py,
 glm4_moe_mtp.py, qwen3_next_mtp.py, mimo_mtp.py).
 
-A head may have a draft vocabulary, the commonest tokens, to which its guesses are limited (FR-Spec, Zhao et al. 2025;
-EAGLE-3, Li et al. 2025): of a small model with a large vocabulary most of a guess's time is the output head.
+A head may restrict its guesses to a draft vocabulary of frequent tokens (FR-Spec, Zhao et al. 2025; EAGLE-3, Li et al.
+2025): in a small model with a large vocabulary most of a guess's time is the output head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Form:
     final_norm: str
     layer: str = ""  # the decoder layer's prefix behind `prefix`
     copies: tuple[str, ...] = ()
-    """Beginnings of keys of embeddings and output heads that the checkpoint repeats; the model's own are used."""
+    """Key prefixes of embeddings and output heads that the checkpoint repeats; the model's own are used."""
     hidden_first: bool = False  # True if `join` takes the hidden state before the embedding
 
 
@@ -67,7 +67,7 @@ KNOWN = frozenset(
     {"deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
     | {"llama", "qwen2", "qwen3", "mistral"}
 )
-"""Types of models whose own layer class reads the MTP layer's weights."""
+"""Model types whose decoder-layer class can load the MTP layer's weights."""
 
 
 def form_of(keys: Collection[str], num_layers: int) -> tuple[Form, str] | None:

@@ -13,7 +13,7 @@ from lpr.model.transformers_versions import passed
 
 
 class DraftHead(nn.Module):
-    """One MTP layer (lpr.model.heads.forms). Its K/V is layer `layer` of the model's cache, which no model layer is."""
+    """One MTP layer (lpr.model.heads.forms). Its K/V is in an additional layer, `layer`, of the model's cache."""
 
     hidden_first: bool
     layer: int
@@ -54,7 +54,7 @@ class DraftHead(nn.Module):
         self.block.set_attn_implementation(name)
 
     def step(self, embeddings: Tensor, hidden: Tensor, inputs: StepInputs) -> Tensor:
-        """`forward` over the entries of `inputs`, whose K/V goes to its cache."""
+        """`forward` over the entries of `inputs`; writes their K/V to the cache."""
         given: Any = {"position_ids": inputs.positions, "use_cache": True, **passed(inputs.cache, self.block)}
         done: Tensor = in_step(inputs, self, embeddings, hidden, **given)
         return done

@@ -29,7 +29,7 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 def read_head(source: str, model: PreTrainedModel, revision: str | None = None) -> DraftHead | None:
     """The MTP layer of the checkpoint at `source`, a folder or a hub id, for its `model`; None without one.
 
-    A head only drafts, so one that cannot be read is left out, with a warning that names the reason.
+    A head that cannot be read is left out with a warning that names the reason, because it only drafts.
     """
     try:
         places = _places(source, revision)
@@ -46,7 +46,7 @@ def read_head(source: str, model: PreTrainedModel, revision: str | None = None) 
         names = [key for key in places if key.startswith(prefix) and not key.startswith(skipped)]
         tensors = {key.removeprefix(prefix): tensor for key, tensor in _read(places, names)}
         head = make_head(model, form, tensors)
-    except Exception as failure:  # of transformers, safetensors or the hub: of many types
+    except Exception as failure:  # transformers, safetensors and the hub raise many types
         logger.warning("the checkpoint's prediction head is not used: %s", first_line(failure))
         return None
     logger.info("the checkpoint's prediction head drafts (%d tensors)", len(tensors))
@@ -89,7 +89,7 @@ def make_head(model: PreTrainedModel, form: Form, tensors: dict[str, torch.Tenso
 
 
 def _one_layer(config: Any) -> dict[str, Any]:
-    """Changes that make of a model's config one of its MTP layer alone: full attention, and experts if it has any."""
+    """Config changes for a model of the MTP layer alone: one layer, full attention, experts if the model has any."""
     changes: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 1, "pad_token_id": None}
     if getattr(config, "layer_types", None):
         changes["layer_types"] = ["full_attention"]
@@ -103,7 +103,7 @@ def _one_layer(config: Any) -> dict[str, Any]:
 
 
 def _rows_of(lm_head: Any, vocabulary: torch.Tensor) -> nn.Linear:
-    """The output head of the tokens `vocabulary` alone; raises InputError for tokens that the model does not have."""
+    """The output head for the tokens `vocabulary` only; raises InputError for tokens that the model does not have."""
     if isinstance(lm_head, VocabularyHead):
         raise InputError("a draft vocabulary is not used with --tp, which splits the output head")
     num_tokens, size = lm_head.weight.shape

@@ -1,4 +1,4 @@
-"""GPU versions of tree attention, sampling, recurrent layers and what lies between matrix products, in Triton.
+"""Triton kernels of tree attention, sampling, recurrent layers and elementwise operations.
 
 The `_kernel` modules launch the device code of the `_code` modules; `hook` makes attention implementations of them.
 """
@@ -15,8 +15,8 @@ import torch
 def jit(numbers: Sequence[str] = (), addresses: Sequence[str] = ()) -> Callable[[Any], Any]:
     """`triton.jit` for a kernel whose `numbers` and `addresses` differ from step to step.
 
-    Triton compiles a kernel again, for a second or more, where a number becomes 1 or a multiple of 16 and an address a
-    multiple of 16 bytes, or is so no longer.
+    Triton specialises on numbers that are 1 or multiples of 16 and on addresses that are multiples of 16 bytes, and
+    would recompile, for a second or more, when this changes.
     """
     import triton
 
@@ -25,5 +25,5 @@ def jit(numbers: Sequence[str] = (), addresses: Sequence[str] = ()) -> Callable[
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """A scope that makes the GPU of `tensor` the current one, as a launch needs; on a CPU it does nothing."""
+    """Context: the GPU of `tensor` is the current device, as a launch needs; no effect on a CPU."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,7 +1,7 @@
-"""The device code of `attention_kernel`: a block of query rows and a share of the keys per program; the combination.
+"""The device code of `attention_kernel`: a block of query rows over one split of the keys; the combination.
 
-Written for Triton 3.x. All lengths are read here, on the device. UPCAST is for the interpreter alone, whose bfloat16
-products multiply bit patterns (triton issue 11584) and whose casts truncate.
+Written for Triton 3.x. All lengths are read on the device. UPCAST is for the interpreter only, whose bfloat16 products
+multiply bit patterns (triton issue 11584) and whose casts truncate.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _rows_of(table_at, column, held, PAGE: tl.constexpr):
 
 @triton.jit
 def _sequence_of(starts_at, block, num_sequences, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The sequence of packed inputs that a block of query rows belongs to: each begins with a block of its own."""
+    """The packed sequence that a block of query rows belongs to; each sequence starts with a new block."""
     low, high = 0, num_sequences
     while low < high:
         middle = (low + high) // 2
@@ -91,9 +91,9 @@ def attend(
     IS_SPLIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr, PAGE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The share `split` of the keys for one block of query rows of one K/V head.
+    """Attention over split number `split` of the keys, for one block of query rows of one K/V head.
 
-    `num_entries` is that of all sequences together. The entries of one lie side by side, behind its padding.
+    `num_entries` is the total over all sequences. A sequence's entries are contiguous, after its padding.
     """
     q_block = tl.program_id(0) % num_q_blocks
     split = tl.program_id(0) // num_q_blocks
@@ -140,7 +140,7 @@ def attend(
         if HAS_CHUNK:
             lowest = tl.maximum(lowest, position - position % chunk)
 
-    # The key blocks: committed ones, then the tree's. No entry sees a later one, so the tree ends with the last row.
+    # Key blocks: committed ones, then the tree's. No entry sees a later one, so the loop ends with the last query row.
     last_token = tl.minimum((q_block * BLOCK_M + BLOCK_M - 1) // GROUP, width - 1)
     num_seen = tl.maximum(last_token - start + 1, 0)
     num_committed = tl.cdiv(num_cached, BLOCK_N)
@@ -202,7 +202,7 @@ def attend(
         part = (head.to(tl.int64) * (num_entries * GROUP) + base * GROUP + rows) * num_splits + split
         tl.store(part_top_at + part, top, mask=in_range)
         tl.store(part_total_at + part, total, mask=in_range)
-        seen = in_range & (total > 0)  # `combine` does not read the others
+        seen = in_range & (total > 0)  # `combine` does not read other rows
         tl.store(part_acc_at + part[:, None] * DV + dims_v[None, :], acc, mask=seen[:, None] & (dims_v < DV)[None, :])
 
 
@@ -212,7 +212,7 @@ def combine(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over all keys from those over each split, for one query row."""
+    """Combine the partial softmaxes of all splits, for one query row."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     q_head = head * GROUP + row % GROUP

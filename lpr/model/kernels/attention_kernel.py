@@ -1,10 +1,10 @@
-"""Tree attention as a Triton kernel: split over the keys, GQA groups folded into the query rows, bits for a mask.
+"""Tree attention as a Triton kernel: split-KV, GQA groups folded into the query rows, bits as a mask.
 
-One program takes a block of query rows (entries x heads of one GQA group) and a share of the keys: first blocks of
-committed tokens, which need no mask but a bound, then blocks of the tree, where 64 keys are one word of bits per row.
-Few rows and long contexts would leave most of a GPU idle, so the keys are divided among some programs, and a
-second kernel combines their partial softmaxes (split-KV, "Flash-Decoding", Dao et al. 2023; the running softmax is
-Milakov and Gimelshein 2018, arXiv 1805.02867). All lengths are read on the device: a launch depends on shapes only.
+One program processes a block of query rows (entries x heads of one GQA group) and one split of the keys: first blocks
+of committed tokens, which need only a bound, then blocks of the tree, with one word of mask bits per row and 64 keys.
+Few rows and long contexts would leave most of a GPU idle, so the keys are split among programs, and a second kernel
+combines their partial softmaxes (split-KV, "Flash-Decoding", Dao et al. 2023; the online softmax is Milakov and
+Gimelshein 2018, arXiv 1805.02867). All lengths are read on the device: a launch depends on shapes only.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.tree_mask import TreeMask
 
 MAX_HEAD_DIM = 256
-MOST_SPLITS = 8  # parts of the keys, wherever these give half of the processors a program
+MOST_SPLITS = 8  # most splits of the keys, if they suffice for half of the multiprocessors
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The cut of a launch: rows and keys of a block, programs that share the keys, warps and pipeline stages."""
+    """The configuration of a launch: rows and keys per block, key splits, warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -43,9 +43,10 @@ def choose_tiles(
 ) -> Tiles:
     """Tiles for `num_rows` query rows for each of `num_groups` (batch x K/V head), from shapes only.
 
-    Compiled for sm_80, sm_86 and sm_90 these blocks take at most the 99 KB of shared memory of a consumer GPU. Keys are
-    split, with 256 of them or more, until there are two programs a processor, but into more than MOST_SPLITS only while
-    half of the processors have none: each split writes and reads partial sums as large as the output in float32.
+    Compiled for sm_80, sm_86 and sm_90, these blocks use at most 99 KB of shared memory, the limit of consumer GPUs.
+    Keys (at least 256 per split) are split until there are two programs per multiprocessor, but into more than
+    MOST_SPLITS only while half of the multiprocessors are idle: each split writes and reads float32 partial sums as
+    large as the output.
     """
     wide = max(16, triton.next_power_of_2(dim))
     if dtype == torch.float32:  # no tensor cores: products live in registers
@@ -69,7 +70,7 @@ def interpreted() -> bool:
 
 
 def check(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise InputError for what the kernel cannot do."""
+    """Raise InputError for unsupported dtypes and head dimensions."""
     if not query.is_cuda and not interpreted():
         raise InputError(
             "attention='triton' needs a CUDA device; on a CPU use attention='sdpa' (or TRITON_INTERPRET=1 to test)"
@@ -84,9 +85,9 @@ def check(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 class Rules(NamedTuple):
-    """What decides on keys and scores besides the tree."""
+    """Mask and score rules besides the tree."""
 
-    sinks: Tensor | None = None  # [Hq]: logits that take probability and give no value (GPT-OSS)
+    sinks: Tensor | None = None  # [Hq]: attention-sink logits, part of the softmax without a value (GPT-OSS)
     window: int | None = None  # keeps the keys of the last `window` positions (Mistral)
     chunk: int | None = None  # keeps the keys of the query's own chunk of positions (Llama 4)
     softcap: float | None = None  # bounds scores by `softcap * tanh(score / softcap)` (Gemma 2)
@@ -102,7 +103,7 @@ class Rules(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where the keys of each row of a batch lie, if K and V are all rows of a cache, [1, Hk, rows, D(v)]."""
+    """The block tables of a batch, if K and V are all rows of a cache, [1, Hk, rows, D(v)]."""
 
     table: Tensor  # [B, pages] int32
     size: int  # rows of a page; 0: K and V are [B, Hk, KV, D(v)] themselves, and `table` is not read
@@ -114,7 +115,7 @@ class Pages(NamedTuple):
         return cls(mask.num_cached[None], 0, key.shape[2])
 
     def strides(self, states: Tensor) -> tuple[int, int, int]:
-        """Of K or V: from batch row to batch row, from head to head, from row to row."""
+        """Strides of K or V: batch, head, row."""
         return (0 if self.size else states.stride(0)), states.stride(1), states.stride(2)
 
 
@@ -161,10 +162,9 @@ def _operator(
     softcap: float | None,
     scale: float | None,
 ) -> Tensor:
-    """The kernel as an operator of torch, [B, T, Hq, Dv]: a compiled forward goes on where it is called.
+    """The kernel as a torch operator, [B, T, Hq, Dv], which a compiled forward calls without a graph break.
 
-    How far the keys reach is in the table's shape: a compiler would make a form of the forward for each value of a
-    number.
+    The number of keys is passed as the table's shape: torch.compile would specialise on the value of an integer.
     """
     mask = TreeMask(bits, num_cached, num_entries, positions, starts, slots)
     rules = Rules(sinks, window, chunk, softcap, scale)

@@ -14,12 +14,12 @@ from lpr.model.kernels.coded_code import FP4, FP8, INT4, INT8, multiply_codes
 from lpr.model.low_bit.coded import Coding
 
 MOST_ROWS = 64
-"""With more rows a product is bound by arithmetic, and a library's with a widened weight is faster."""
+"""Most rows: with more, a product is compute-bound, and a library product with a dequantised weight is faster."""
 _KINDS = {"int8": INT8, "fp8": FP8, "int4": INT4, "fp4": FP4}
 _OUTPUTS = 32
-"""Of a program: few, so that also a small weight keeps all processors busy."""
+"""Outputs per program: few, so that a small weight also occupies all multiprocessors."""
 _LEAST_INPUTS = 16
-"""That a tensor core multiplies at a time."""
+"""Inputs that a tensor core multiplies at a time."""
 
 
 def block_of(coding: Coding) -> int:

@@ -1,6 +1,6 @@
-"""The device code of `elementwise_kernel`: what lies between the matrix products of a decoder layer.
+"""The device code of `elementwise_kernel`: the operations between the matrix products of a decoder layer.
 
-Results round where the modules of transformers round. The mean of a norm is added up in one order for a width, whatever
+Results are rounded where the modules of transformers round. The order of a norm's sum depends on the width only, not on
 the number of rows.
 """
 
@@ -17,7 +17,7 @@ def normalise(
     states_at, added_at, weight_at, out_at, stride, out_stride, epsilon,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHING: tl.constexpr, HAS_ADDED: tl.constexpr,
 ):  # fmt: skip
-    """The RMS norm of one head of one row; with HAS_ADDED, of its sum with `added`, which is kept in `states`."""
+    """The RMS norm of one head of one row; with HAS_ADDED, of its sum with `added`, which is written to `states`."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     held = lane < WIDTH
@@ -45,7 +45,7 @@ def rotate_heads(
     states_at, cosines_at, sines_at, stride, num_heads,
     HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotary embedding of HEADS heads of one row, in place: value d turns with value d + HALF."""
+    """Rotary embedding of HEADS heads of one row, in place; value d is paired with value d + HALF."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     lane = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer between its matrix products as Triton kernels: one launch each.
+"""The operations between a decoder layer's matrix products as Triton kernels, one launch each.
 
 The functions are those of lpr.model.fused.elementwise, on a GPU or interpreted.
 """

@@ -1,7 +1,7 @@
 """The device code of `exact_kernel`: every entry's keys in the order of positions, in tiles of one size.
 
-Which instructions add a score or a value must not depend on the tree, so there is one loop for all blocks of keys:
-first those that all entries of a tile share, then each token's own, of which only that token's rows take the result.
+The instructions that add a score or a value must not depend on the tree, so one loop processes all blocks of keys:
+first those that all entries of a tile share, then those of single tokens, whose results only that token's rows use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def attend_exactly(
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, UPCAST: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The blocks `split * SPLIT` and following for the heads of one group of TOKENS entries of one sequence."""
+    """Key blocks from `split * SPLIT` on, for the heads of one group of TOKENS entries of one sequence."""
     tile = tl.program_id(0) % num_tiles
     split = tl.program_id(0) // num_tiles
     head = tl.program_id(1)
@@ -57,7 +57,7 @@ def attend_exactly(
     if HAS_CHUNK:
         lowest = tl.maximum(lowest, position - position % chunk)
 
-    # Blocks are cut at multiples of BLOCK_N of the absolute position, and splits at multiples of SPLIT blocks.
+    # Blocks end at absolute positions that are multiples of BLOCK_N, splits at multiples of SPLIT blocks.
     end = tl.minimum((tl.max(position) + BLOCK_N) // BLOCK_N, (split + 1) * SPLIT)
     begin = tl.maximum(tl.min(tl.where(real, lowest, 2147483647)) // BLOCK_N, split * SPLIT)
     begin = tl.minimum(begin, end)
@@ -105,7 +105,7 @@ def add_splits(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over all keys from those over each split, added one after the other, for BLOCK_M query rows."""
+    """Combine the partial softmaxes of all splits in order, for BLOCK_M query rows."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

@@ -1,8 +1,8 @@
-"""Tree attention as a Triton kernel whose sums do not depend on the tree: exact mode on a GPU.
+"""Batch-invariant tree attention as a Triton kernel: exact mode on a GPU.
 
-Three things are fixed, whatever the step: tiles (16 query rows, 64 keys), so that an addition is the same instruction
-everywhere; the blocks of keys and their splits, by absolute position; and the order in which they are added. A tree's
-keys are gathered along each entry's path, so blocks hold what they hold in plain decoding.
+Three things are the same in every step: the tiles (16 query rows, 64 keys), and so the instructions of an addition; the
+blocks of keys and their splits, by absolute position; and the order in which they are added. A tree's keys are gathered
+along each entry's path, so a block has the same keys as in plain decoding.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.tree_mask import Paths, TreeMask
 
 __all__ = ["Pages", "tree_attention"]
-LEAST_ROWS = 16  # query rows of a tile: the least that a tensor core takes, as few of them are real in a plain step
-SPLIT = 8  # blocks of keys that one program takes
+LEAST_ROWS = 16  # query rows of a tile: the minimum of a tensor core, because a plain step has few
+SPLIT = 8  # blocks of keys per program
 
 
 def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, paths: Paths, pages: Pages | None = None, **given: Any
 ) -> Tensor:
-    """As `attention_kernel.tree_attention`, with sums in one order whatever the tree.
+    """As `attention_kernel.tree_attention`, with sums whose order does not depend on the tree.
 
-    A running softmax takes BLOCK positions at a time; after SPLIT blocks a new one begins; these are added in order.
+    An online softmax processes BLOCK positions at a time; after SPLIT blocks a new one starts; they are then combined
+    in order.
     """
     check(query, key, value)
     rules = Rules(**given)

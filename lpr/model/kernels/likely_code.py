@@ -1,7 +1,7 @@
-"""The device code of the likeliest tokens of rows of logits: one pass over them, by a program per block of tokens.
+"""The device code that finds the likeliest tokens (top-k) of rows of logits, in one pass.
 
-Each program leaves the largest logits of its block, and a second kernel chooses among these. No copy of the logits is
-made, and a single row keeps as many processors busy as it has blocks.
+One program per block of tokens writes the largest logits of its block, and a second kernel chooses among these. The
+logits are not copied, and a single row occupies as many multiprocessors as it has blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lpr.model.kernels.sampling_code import LAST_TOKEN
 
 @triton.jit
 def _take_largest(scores, tokens, left):
-    """The largest of the scores that are `left`, the first token that has it, and what is left then."""
+    """The largest of the scores that are `left`, the first token with it, and the remaining mask."""
     best = tl.max(tl.where(left, scores, float("-inf")), 0)
     first = tl.min(tl.where(left & (scores == best), tokens, LAST_TOKEN), 0)
     return best, first, left & (tokens != first)
@@ -22,7 +22,7 @@ def _take_largest(scores, tokens, left):
 
 @triton.jit
 def _finite(top):
-    """What to subtract before exp: 0 where the largest is infinite."""
+    """The value to subtract before exp: 0 if the largest is infinite."""
     return tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
 
 
@@ -30,9 +30,9 @@ def _finite(top):
 def list_likeliest(
     logits_at, tops_at, ids_at, sums_at, vocabulary, row_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Of block `program_id(1)` of row `program_id(0)` the COUNT largest logits with their tokens, the first of equals.
+    """The COUNT largest logits, with their tokens, of block `program_id(1)` of row `program_id(0)`; ties: first token.
 
-    And the sum of exp(logit - the largest of them, if it is finite), NaN if the block has one.
+    Also the sum of exp(logit - largest, if finite); NaN if the block has a NaN.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -56,9 +56,9 @@ def choose_likeliest(
     tops_at, ids_at, sums_at, best_at, tokens_at, total_at, num_blocks,
     COUNT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of row `program_id(0)` the COUNT largest of all blocks, and the logarithm of the sum of all weights.
+    """The COUNT largest logits of row `program_id(0)` over all blocks, and the log of the sum of all weights.
 
-    BLOCKS is `num_blocks` and BLOCK `num_blocks * COUNT`, as powers of two.
+    BLOCKS is `num_blocks`, and BLOCK is `num_blocks * COUNT`, each rounded up to a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)

@@ -1,8 +1,9 @@
-"""The device code of limited choices in a vocabulary that several ranks hold in parts.
+"""The device code of vocab-parallel sampling with top-k, top-p and min-p.
 
-Limits allow a prefix of a row's tokens, as in `sampling_code`. The best of a prefix is the best of one part's share of
-it too. So each rank lists the best of every prefix of its part, about log(V) tokens, and the choice is on one of the
-lists. Then each rank adds up the weights of its own tokens in front of each listed one, and the sums decide.
+Limits allow a prefix of a row's tokens in sorted order, as in `sampling_code`. The best token of a prefix is also the
+best of its own rank's part of the prefix. So each rank lists the best token of every prefix of its part, about log(V)
+tokens, and the choice is in one of the lists. Then each rank sums the weights of its tokens before each listed one, and
+the sums decide which listed tokens the limits allow.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def list_winners(
     logits_at, keys_at, key_of_at, temperature_at, scores_at, tokens_at, totals_at, vocabulary, row_stride,
     first_token, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The list of row `program_id(0)`; of a row without a temperature its first largest logit."""
+    """The list of row `program_id(0)`; for temperature 0 its first largest logit."""
     row = tl.program_id(0).to(tl.int64)
     row_at = logits_at + row * row_stride
     temperature = tl.load(temperature_at + row)
@@ -61,7 +62,7 @@ def weigh_prefixes(
     logits_at, temperature_at, scores_at, tokens_at, totals_at, kept_at, top_at, before_at, whole_at, vocabulary,
     row_stride, first_token, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This part's weight in front of listed token `program_id(1)` of row `program_id(0)`, and the part's own."""
+    """This part's weight before listed token `program_id(1)` of row `program_id(0)`, and the part's total weight."""
     row = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1)
     at = row * tl.num_programs(1) + element

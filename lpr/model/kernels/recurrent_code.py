@@ -13,7 +13,7 @@ from lpr.model.kernels.scan_code import softplus
 
 @triton.jit
 def _highest_bit(word):
-    """The place of the highest set bit of words other than 0."""
+    """The index of the highest set bit of nonzero words."""
     word = word.to(tl.uint64)
     place = tl.zeros(word.shape, tl.int32)
     for power in tl.static_range(6):
@@ -25,7 +25,7 @@ def _highest_bit(word):
 
 @triton.jit
 def find_parents(bits_at, entries_at, parents_at, num_tokens, num_words, BLOCK: tl.constexpr):
-    """Per entry its parent, which is its last ancestor, -1 where there is none; of no meaning behind the last entry."""
+    """Per entry, its parent (its last ancestor), -1 for none; undefined after the last entry."""
     batch = tl.program_id(1).to(tl.int64)
     num_entries = tl.load(entries_at + batch)
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -49,7 +49,7 @@ def convolve_tree(
 ):  # fmt: skip
     """A causal convolution per channel along paths, for BLOCK_T entries of one row and BLOCK_C channels.
 
-    What is kept are the inputs from entry `first` - (WIDTH - 1) on: those of the path that a commit may need.
+    The inputs from entry `first` - (WIDTH - 1) on are kept, because a commit may need them.
     """
     batch = tl.program_id(2).to(tl.int64)
     num_entries = tl.load(entries_at + batch)
@@ -97,7 +97,7 @@ def advance_convolution(
     kept_at, states_at, parents_at, cached_at, slots_at, first_at, last_at, num_tokens, num_kept,
     C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """The last inputs of the path to a row's entry `last`, in its slot; below 0 they stay as they are."""
+    """Write the last inputs of the path to a row's entry `last` to its slot; no change for `last` < 0."""
     batch = tl.program_id(1).to(tl.int64)
     last = tl.load(last_at + batch)
     if last < 0:
@@ -139,9 +139,9 @@ def select_tree(
     C: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
-    """Mamba 1's selective scan of one row, for BLOCK_C channels: entry after entry, from the state of its parent.
+    """Mamba 1's selective scan of one row, for BLOCK_C channels: each entry in turn, from its parent's state.
 
-    States of the tree's entries are in `scratch`, [B, num_kept, C, K]; that of the entry before is in registers.
+    States of the tree's entries are in `scratch`, [B, num_kept, C, K]; that of the previous entry is in registers.
     """
     batch = tl.program_id(1).to(tl.int64)
     num_entries = tl.load(entries_at + batch)
@@ -211,7 +211,7 @@ def advance_selective(
     first_at, last_at, num_tokens, num_words, num_kept,
     C: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The state of a row's slot follows the path to its entry `last`; below 0 it stays as it is."""
+    """Advance the state of a row's slot along the path to its entry `last`; no change for `last` < 0."""
     batch = tl.program_id(1).to(tl.int64)
     last = tl.load(last_at + batch)
     if last < 0:

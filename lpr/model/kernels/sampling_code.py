@@ -1,9 +1,9 @@
 """The device code of `sampling_kernel`: one program chooses the next token of one row of logits.
 
-Written for Triton 3.x. What limits allow is a prefix of a row's tokens in the order (score descending, id ascending),
-so no sort is needed. The best total of score and noise is looked for among all tokens; whether the limits allow its
-token follows from the number and the probability of those before it, which one pass over the row adds up. If they do
-not allow it, they allow nothing behind it either, and the search goes on among the tokens before it.
+Written for Triton 3.x. Limits (top-k, top-p, min-p) allow a prefix of a row's tokens in the order (score descending, id
+ascending), so no sort is needed. The token with the best total of score and noise is found among all tokens. One pass
+over the row sums the number and probability of the tokens before it, which decides if the limits allow it. If not, they
+allow no token after it either, and the search continues among the tokens before it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _mix32(x):
 
 @triton.jit
 def _minus_log1p(x):
-    """-log(1 - x) of x in (0, 1), to a few units in the last place: x / (w - 1) takes back what rounding w = 1 - x did.
+    """-log(1 - x) for x in (0, 1), to a few ulp: the factor x / (w - 1) corrects the rounding of w = 1 - x.
 
     (HP-15C Advanced Functions Handbook, 1982; libdevice's log1p is not available in the interpreter.)
     """
@@ -56,17 +56,17 @@ def _scores(row_at, tokens, held, temperature):
 
 @triton.jit
 def _ordered(scores):
-    """Integers (int64) in the order of the scores, none of them a NaN; -0 and 0 are one."""
+    """Integers (int64) in the order of the scores, which are not NaN; -0 and 0 map to the same one."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def _kth(row_at, temperature, k, vocabulary, DIGITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The k-th largest score of a row as `_ordered` has it, by radix selection: 8 bits more of it with each pass.
+    """The k-th largest score of a row, as an `_ordered` integer, by radix selection: 8 more bits with each pass.
 
-    The logits decide, as dividing by a temperature keeps their order. DIGITS of 8 bits tell them apart: 2 in bfloat16,
-    3 in float16, 4 in float32.
+    The selection uses logits, whose order a temperature keeps. They differ within DIGITS digits of 8 bits: 2 in
+    bfloat16, 3 in float16, 4 in float32.
     """
     bins = tl.arange(0, 256)
     known = tl.full([], 0, tl.int64)  # the first digits of the k-th logit
@@ -84,7 +84,7 @@ def _kth(row_at, temperature, k, vocabulary, DIGITS: tl.constexpr, BLOCK: tl.con
         found = tl.sum((above >= k).to(tl.int32), 0) - 1
         k -= tl.sum(tl.where(bins > found, counts, 0), 0)
         known = (known << 8) + found
-    # Digits that are not looked at are zeros in a number, which `_ordered` turns over in one below 0.
+    # Digits that are not inspected are zeros in the float, which `_ordered` inverts for negative numbers.
     order = (known << (32 - 8 * DIGITS)) + LEAST
     order = tl.where(order < 0, order + ((1 << (32 - 8 * DIGITS)) - 1), order)
     bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.int32)
@@ -93,7 +93,7 @@ def _kth(row_at, temperature, k, vocabulary, DIGITS: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _largest(row_at, vocabulary, BLOCK: tl.constexpr):
-    """The largest of a row as it is, its first token, and whether there is a NaN."""
+    """The largest logit of a row, its first token, and a flag for a NaN in the row."""
     top = tl.full([], float("-inf"), tl.float32)
     first = tl.full([], 0, tl.int32)
     broken = tl.full([], 0, tl.int32)
@@ -114,9 +114,9 @@ def _largest(row_at, vocabulary, BLOCK: tl.constexpr):
 def _best_before(
     row_at, temperature, key, kept, end, end_token, vocabulary, first_token, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The best total of score and noise among tokens that have a larger score than `end`, or this one and a lower id.
+    """The best total of score and noise among the tokens before (score `end`, id `end_token`) in sorted order.
 
-    The total, -inf where there is none, its first token, and its score.
+    Returns the total (-inf if there is none), its first token, and that token's score.
     """
     best = tl.full([], float("-inf"), tl.float32)
     chosen = tl.full([], 0, tl.int32)
@@ -140,7 +140,7 @@ def _best_before(
 
 @triton.jit
 def _weights_before(row_at, temperature, top, kept, end, end_token, vocabulary, BLOCK: tl.constexpr):
-    """Weights against the score `top`: of the kept tokens in front of `end_token` with score `end`, and of all."""
+    """Sums of exp(score - `top`): of the kept tokens before `end_token` with score `end`, and of all kept tokens."""
     before = tl.full([], 0.0, tl.float64)
     whole = tl.full([], 0.0, tl.float64)
     for start in range(0, vocabulary, BLOCK):
@@ -162,10 +162,9 @@ def choose_rows(
     vocabulary, row_stride, first_token, NOT_A_NUMBER: tl.constexpr, LIMITED: tl.constexpr, DIGITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The choice of row `program_id(0)`, a column, and its total of score and noise, NaN where there is no choice.
+    """The chosen column of row `program_id(0)`, and its total of score and noise, NaN if there is no choice.
 
-    Rows without a temperature take their first largest logit, unless all are -inf. The noise is that of tokens from
-    `first_token` on.
+    At temperature 0 the choice is the first largest logit, unless all are -inf. Column 0 is token `first_token`.
     """
     row = tl.program_id(0).to(tl.int64)
     row_at = logits_at + row * row_stride
@@ -188,7 +187,7 @@ def choose_rows(
             min_p = tl.load(min_p_at + row)
             if (top_k > 0) & (top_k < vocabulary) & (broken == 0):
                 kept = _kth(row_at, temperature, top_k, vocabulary, DIGITS, BLOCK)
-        # The end of the tokens that are left: they have a larger score, or this one and a lower id.
+        # The end of the remaining tokens: they have a larger score, or this score and a lower id.
         end = tl.full([], LEAST, tl.int64) - 1
         end_token = tl.full([], 0, tl.int32)
         searching = broken == 0

@@ -1,8 +1,8 @@
-"""Choosing next tokens by one Triton kernel: noise in registers, a running argmax, limits without a sort.
+"""Sampling as one Triton kernel: noise in registers, a running argmax, limits without a sort.
 
-A program per row reads its logits twice, and for a top-k as often as DIGITS says; a few times more where a limit
-refuses what the noise prefers. `specification.pick` is the specification. The logarithms round as the device does, so a
-near tie may fall otherwise than on a CPU, but never otherwise for another shape of step.
+One program per row reads its logits twice, DIGITS times more for top-k, and a few times more if a limit excludes the
+token that the noise prefers. `specification.pick` is the specification. Logarithms are rounded as on the device, so a
+near tie may be decided differently than on a CPU, but not differently for another shape of step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
 from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.sampling.selection import Selection
 
-BLOCK = 4096  # tokens that a program looks at together
+BLOCK = 4096  # tokens per block
 NUM_WARPS = 8
 DIGITS = {torch.bfloat16: 2, torch.float16: 3, torch.float32: 4}
-"""Passes over a row that find the k-th largest logit: digits of 8 bits that tell its values apart."""
+"""Passes over a row that find the k-th largest logit: the number of 8-bit digits of its values."""
 
 
 def choose(logits: Tensor, selection: Selection, block: int = BLOCK) -> tuple[Tensor, Tensor]:

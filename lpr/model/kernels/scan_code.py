@@ -1,10 +1,10 @@
 """The device code of `scan_kernel`: linear attention with decay over a token tree, and its states' advance.
 
-An entry is counted within its row, without padding; `first` is the first entry behind the trunk, the leading entries
-of a row that are a chain and that all later ones descend from. The trunk takes a copy of the state along, BLOCK_M
-entries at a time. Behind it the state stays, and an entry adds up what its ancestors have written. Sums of decay are
-those since `first`. Programs of one head write equal keys and sums to the same places. Keys are looked at CHANNELS
-channels at a time: whole ones, and the state, are more than registers hold.
+Entries are indexed within their row, without padding. The *trunk* is the leading chain of a row from which all later
+entries descend; `first` is the first entry after it. The trunk updates a copy of the state, BLOCK_M entries at a time.
+After it the state is constant, and an entry adds the contributions of its ancestors. Sums of decay start at `first`.
+Programs of one head write equal keys and sums to the same places. Keys are processed CHANNELS channels at a time,
+because whole keys and the state exceed the registers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), x above 20; to a relative 1e-6, as log(1 + e) is not for a small e."""
+    """log(1 + exp(x)), and x above 20; relative error 1e-6, also for small exp(x)."""
     e = tl.exp(tl.minimum(x, 20.0))
     whole = 1.0 + e
     small = whole == 1.0
@@ -32,7 +32,7 @@ def _rows(at, row, held, stride, dims, SIZE: tl.constexpr):
 
 @triton.jit
 def _products(left, right):
-    """Matrix products in float32: three of TF32 each, on tensor cores; without them operands spill."""
+    """Matrix products in float32, as three TF32 products on tensor cores; without tensor cores operands spill."""
     return tl.dot(left, right, input_precision="tf32x3")
 
 
@@ -45,7 +45,7 @@ def _visible(bits_at, row, held, entry, num_words):
 
 @triton.jit
 def _decayed(query, key, others, mine, theirs, visible):
-    """Products [M, N] of queries, and of keys, with the keys of others, each channel with its own decay."""
+    """Products [M, N] of queries, and of keys, with the keys of other entries, with decay per channel."""
     between = tl.exp(tl.where(visible[:, :, None], mine[:, None, :] - theirs[None, :, :], float("-inf")))
     reached = others[None, :, :] * between
     return tl.sum(query[:, None, :] * reached, 2), tl.sum(key[:, None, :] * reached, 2)
@@ -63,7 +63,7 @@ def scan_tree(
     SOLVE: tl.constexpr, PER_CHANNEL: tl.constexpr, NORM: tl.constexpr, HAS_RATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """All entries of one row, for BLOCK_V values of one head: outputs, and what `advance_scan` needs."""
+    """All entries of one row, for BLOCK_V values of one head: outputs, and the inputs of `advance_scan`."""
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     num_entries = tl.load(entries_at + batch)
@@ -80,7 +80,7 @@ def scan_tree(
         out_place = out_at + (padding + lane)[:, None] * (NUM_HEADS * V) + dims_v[None, :]
         tl.store(out_place, tl.zeros([BLOCK_M, BLOCK_V], out_at.dtype.element_ty), mask=held[:, None] & value_held)
 
-    # Channels of the state that are not 0: a sequence without computed tokens has none. The trunk has a copy.
+    # The state is zero for a sequence without computed tokens. The trunk has a copy.
     state_at = states_at + (tl.load(slots_at + batch).to(tl.int64) * NUM_HEADS + head) * K * V
     known = tl.where(tl.load(cached_at + batch) > 0, K, 0)
     if trunk > 0:
@@ -155,7 +155,7 @@ def scan_tree(
             total = own + tl.load(kept_decay_at + above * NUM_HEADS, mask=is_below, other=0.0)
             tl.store(kept_decay_at + kept * NUM_HEADS, total, mask=kept_held)
 
-        # What the state gives, and the products within the block.
+        # The state's contribution, and the products within the block.
         seen = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         predicted = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         shown = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
@@ -193,7 +193,7 @@ def scan_tree(
         wanted = value - predicted
         tl.debug_barrier()
 
-        # What earlier blocks give.
+        # The contributions of earlier blocks.
         for other in range(first // BLOCK_N * BLOCK_N, begin, BLOCK_N):
             column = other + tl.arange(0, BLOCK_N)
             is_earlier = (column >= first) & (column < begin)
@@ -269,7 +269,7 @@ def advance_scan(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PER_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """The state of a row's slot follows the path to its entry `last`; below 0 it stays as it is."""
+    """Advance the state of a row's slot along the path to its entry `last`; no change for `last` < 0."""
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     last = tl.load(last_at + batch)

@@ -1,12 +1,12 @@
 """Tree forms of recurrent layers as Triton kernels: convolution, linear attention with decay, selective scan.
 
-Each is one launch for all rows, reads the states of its slots where they are and leaves them alone. It keeps what an
-accepted path adds; `advance` is a second launch, which writes the states in place. The tree comes as bits and all
-lengths are read on the device, so a launch depends on shapes only.
+Each is one launch for all rows, which reads the states of its slots in place and does not change them. It keeps the
+contributions of all entries; `advance` is a second launch, which adds those of the accepted path to the states. The
+tree is given as bits and all lengths are read on the device, so a launch depends on shapes only.
 
-Linear attention takes a tree of any size, BLOCK_M entries at a time. Triangular systems of the delta rule are solved
-by forward substitution, all entries of a depth at once. Powers of the system's matrix would take fewer products, but
-in float32 equal keys along a chain of 64 lose all digits by them: the powers grow like binomial coefficients.
+Linear attention processes a tree of any size, BLOCK_M entries at a time. Triangular systems of the delta rule are
+solved by forward substitution, all entries of a depth at once. Powers of the system's matrix would take fewer products,
+but lose all digits in float32 for equal keys along a chain of 64: the powers grow like binomial coefficients.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from lpr.model.kernels.scan_code import advance_scan, scan_tree
 from lpr.model.kernels.walk_code import advance_walk, walk_tree
 from lpr.model.tree_mask import TreeMask
 
-BLOCK_M = 16  # entries that linear attention takes at a time, the least of a matrix product
+BLOCK_M = 16  # entries of linear attention per block, the minimum of a tensor-core product
 BLOCK_N = 32  # earlier entries at a time; divides a word of bits
 MAX_KEYS = 256  # largest size of a key of linear attention, and of a place's state in a selective scan
 
 Make = Callable[[str, Sequence[int], torch.dtype], Tensor]
-"""Memory for what is kept, by name and shape: new, or the same for every step of a captured graph."""
+"""Returns memory by name and shape: newly allocated, or the same in every step for captured graphs."""
 Advance = Callable[[Tensor], None]
-"""Lets states follow the path to an entry of each row, int32 [B], -1 for a row that stays."""
+"""Advances the states along the path to an entry of each row, int32 [B]; -1: no change."""
 
 Sizes = dict[str, int]  # constants of a launch
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the entries of B rows of a step, T each, and their states are."""
+    """The entries of B rows of a step, T each, and the places of their states."""
 
     mask: TreeMask
     slots: Tensor  # [B] int32: the rows' places in the tensors of states
@@ -75,12 +75,12 @@ def place(mask: TreeMask, slots: Tensor, trunk: Tensor | None = None, num_kept: 
 
 
 class Options(NamedTuple):
-    """What a rule of linear attention does with its inputs."""
+    """Options of a linear-attention rule."""
 
     solve: bool = False
-    """True for the delta rule: an entry writes what its value differs from what the state predicts."""
-    norm: bool = False  # True if queries and keys get length 1
-    scale: float = 1.0  # of queries
+    """True for the delta rule: an entry writes the difference of its value to the state's prediction."""
+    norm: bool = False  # True if queries and keys are normalised to length 1
+    scale: float = 1.0  # factor of queries
     rate: Tensor | None = None  # [H]: the decay is its product with `beta`, a step size; without it decays are given
     bias: Tensor | None = None  # [H], added to step sizes
     softplus: bool = False  # True if step sizes are softplus of what is given
@@ -102,7 +102,7 @@ def linear_scan(
 ) -> tuple[Tensor, Advance]:
     """Linear attention with decay along paths: queries and keys [B, T, G, K], values [B, T, H, V], beta [B, T, H].
 
-    An `exact` one goes entry by entry, with the same bits in every tree.
+    With `exact` entries are processed one by one, with the same bits in every tree.
 
     `decay` has logarithms, [B, T, H] or, per channel, [B, T, H, K]; `states` are float32 [slots, H, K, V]. H is a
     multiple of G. Returns [B, T, H, V], 0 for padding, in the dtype of `value`.

@@ -1,7 +1,8 @@
 """The device code of exact linear attention over a token tree: entry after entry, each from its parent's state.
 
-`scan_code` adds a tree's entries block by block. Here an entry is the same instructions wherever it stands, and a state
-advances by them too. Entries, `first` and the trunk as in `recurrent_code`, whose selective scan is of this form.
+`scan_code` processes a tree's entries in blocks. Here the instructions of an entry do not depend on its place, and
+states advance by the same instructions. Entries, `first` and the trunk are as in `recurrent_code`, whose selective scan
+has this form.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from lpr.model.kernels.scan_code import softplus
 
 @triton.jit
 def _write(state, key, value, decay, beta, SOLVE: tl.constexpr, PER_CHANNEL: tl.constexpr):
-    """The state [K, V] behind an entry, from its parent's."""
+    """The state [K, V] after an entry, from its parent's state."""
     if PER_CHANNEL:
         state = state * tl.exp(decay)[:, None]
     else:
@@ -126,7 +127,7 @@ def advance_walk(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SOLVE: tl.constexpr, PER_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """The state of a row's slot follows the path to its entry `last`; below 0 it stays as it is."""
+    """Advance the state of a row's slot along the path to its entry `last`; no change for `last` < 0."""
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     last = tl.load(last_at + batch)

@@ -1,1 +1,1 @@
-"""LoRA adapters: read from PEFT's folders, and added to the products of the rows that ask for them."""
+"""LoRA adapters in PEFT's format, applied per row of a step."""

@@ -1,9 +1,9 @@
-"""The adapters of a model: what each adds to the products of a step, for the rows that ask for it.
+"""The loaded adapters of a model, applied per row of a step.
 
-A step has rows of many adapters and of none. A *site* is a product with some weights of the model, one layer's or one
-of several that are packed; it adds, to its outputs, those of the pairs of each row's adapter. In C++ a row is computed
-by itself. Elsewhere the pairs of all adapters are one product, of which each row keeps the ranks of its own adapter: no
-shape depends on the rows, so that the step of a GPU is captured as any other.
+A step may have rows with many adapters and rows with none. A *site* is a product with weights of the model, of one
+layer or of several packed ones; it adds to its outputs the low-rank products of each row's adapter. In C++ each row is
+computed separately. Elsewhere the pairs of all adapters are one product, masked to the LoRA ranks of each row's own
+adapter: no shape depends on the rows, so a GPU's step can be captured.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from lpr.model.threads import team_size
 from lpr.model.transfer import to_device
 
 _ALONE = 4
-"""Rows up to which a product's additions run on the calling thread."""
+"""Most rows whose additions run on the calling thread alone."""
 _LANES = 16
 """Ranks and outputs are padded to a multiple of this for C++."""
 
 
 @dataclass(frozen=True)
 class RowAdapters:
-    """Which adapter each entry of a step asks for."""
+    """The adapter of each entry of a step."""
 
     bank: Bank
     places: Tensor
     """Int32 [R * N]: the number of the adapter in the bank, -1 for none."""
     masks: dict[int, Tensor] = field(default_factory=dict)
-    """By the id of a site's `owners`: which ranks each entry keeps."""
+    """By the id of a site's `owners`: the mask of LoRA ranks that each entry keeps."""
 
 
 @dataclass(frozen=True)
 class SlotAdapters:
-    """Which adapter the request in each slot asks for."""
+    """The adapter of the request in each slot."""
 
     bank: Bank
     places: Mapping[int, int]
-    """By slot; the others have none."""
+    """By slot, the adapter's number in the bank; slots without one are absent."""
 
     def of_step(self, inputs: StepInputs) -> RowAdapters | None:
         """The adapters of a step's entries; None if no row has one."""
@@ -67,13 +67,13 @@ class SlotAdapters:
         return RowAdapters(self.bank, to_device(places.reshape(-1), inputs.tokens.device))
 
     def read(self, words: Tensor) -> RowAdapters:
-        """The same of a captured step, from what `place` has written."""
+        """As `of_step` for a captured step, from the words that `place` has written."""
         return RowAdapters(self.bank, words.reshape(-1))
 
     def place(self, words: np.ndarray, rows: Sequence[Row]) -> None:
-        """Write the adapters of a captured step's entries, int32 [B, T]: those of each row at its end.
+        """Write the adapters of a captured step's entries, int32 [B, T], padded on the left.
 
-        One line has all rows, one after the other at its end.
+        With B = 1 all rows are packed one after the other at the end.
         """
         words[:] = -1
         if len(words) == 1:
@@ -85,22 +85,22 @@ class SlotAdapters:
 
 
 class Site:
-    """A product, and what adapters add to it."""
+    """A product with weights of the model, and the adapter pairs that are added to it."""
 
     def __init__(self, bank: Bank, name: str) -> None:
         self.bank, self.name = bank, name
         self._native: _Native | None = None
         self._stacked: _Stacked | None = None
         self.parts: dict[int, list[tuple[int, Pair]]] = {}
-        """By the place of an adapter: the first output of each pair, and the pair."""
+        """By adapter number: the first output of each pair, and the pair."""
         self.was_called = False
 
     def __deepcopy__(self, memo: Any) -> Site:
-        """A low-bit copy of the model has the same adapters."""
+        """Not copied: a low-bit copy of the model shares the adapters."""
         return self
 
     def build(self) -> None:
-        """Lay out the pairs anew."""
+        """Rebuild the layout of the pairs."""
         self._native = self._stacked = None
         if self.parts and self.bank.is_native:
             self._native = _Native.of(self.parts)
@@ -108,7 +108,7 @@ class Site:
             self._stacked = _Stacked.of(self.parts, self.bank)
 
     def add(self, product: Tensor, states: Tensor, rows: RowAdapters) -> None:
-        """Add to a product [..., outputs] of `states` [..., inputs], one for each entry of a step, in place."""
+        """Add the adapters' outputs to `product` [..., outputs] of `states` [..., inputs], row by row, in place."""
         self.was_called = True
         if len(rows.places) != states.shape[:-1].numel():
             raise RuntimeError(f"{self.name} computes {states.shape[:-1].numel()} rows of a step of {len(rows.places)}")
@@ -118,13 +118,13 @@ class Site:
             self._stacked.add(product, states, rows)
 
     def add_to_all(self, product: Tensor, states: Tensor, place: int) -> None:
-        """The same where all rows have one adapter, by the definition: for the check of an adapter."""
+        """As `add` with one adapter for all rows, computed by the definition; for the check of an adapter."""
         for first, pair in self.parts.get(place, ()):
             down, up = (each.to(states.device, torch.float32) for each in (pair.down, pair.up))
             product.narrow(-1, first, len(up)).add_(F.linear(F.linear(states.float(), down), up).to(product.dtype))
 
     def error(self, before: Tensor, product: Tensor, states: Tensor, places: Tensor) -> float:
-        """The largest error of what `add` made of a product `before`, in units of what rounding may make of it."""
+        """The largest error of `add` on a product `before`, in units of the allowed rounding error."""
         wanted, start, found = (each.float().flatten(0, -2) for each in (before, before, product))
         wanted = wanted.clone()
         for place in self.parts:
@@ -142,7 +142,7 @@ class _Native:
     starts: np.ndarray
     """Int64 [places + 1]."""
     pairs: np.ndarray
-    """Int64 [pairs, 5]: first output, outputs, rank, and where the two matrices lie."""
+    """Int64 [pairs, 5]: first output, number of outputs, LoRA rank, and the addresses of the two matrices."""
 
     @classmethod
     def of(cls, parts: Mapping[int, Sequence[tuple[int, Pair]]]) -> _Native:
@@ -170,11 +170,11 @@ class _Stacked:
     """The pairs of all adapters as one product."""
 
     down: Tensor
-    """[sum of ranks, inputs], the pairs of one part of the outputs after those of another."""
+    """[sum of LoRA ranks, inputs], grouped by part of the outputs."""
     owners: Tensor
-    """Int32 [sum of ranks]: the place of the adapter that a rank belongs to."""
+    """Int32 [sum of LoRA ranks]: the number of the adapter that each rank belongs to."""
     ups: list[tuple[int, int, Tensor]]
-    """For each part of the outputs its first one, the first of its ranks, and [outputs, ranks]."""
+    """Per part of the outputs: first output, first LoRA rank, and the matrix [outputs, ranks]."""
 
     @classmethod
     def of(cls, parts: Mapping[int, Sequence[tuple[int, Pair]]], bank: Bank) -> _Stacked:
@@ -194,7 +194,7 @@ class _Stacked:
         if key not in rows.masks:
             rows.masks[key] = rows.places[:, None] == self.owners
         inner = in_pieces(partial(F.linear, weight=self.down), states.reshape(-1, states.shape[-1]))
-        inner = torch.where(rows.masks[key], inner, 0)  # not a product: what another adapter makes may be infinite
+        inner = torch.where(rows.masks[key], inner, 0)  # another adapter's values may be infinite
         flat = product.view(-1, product.shape[-1])
         for first, rank, up in self.ups:
             added = in_pieces(partial(F.linear, weight=up), inner[:, rank : rank + up.shape[1]])
@@ -202,21 +202,21 @@ class _Stacked:
 
 
 class Bank:
-    """The adapters of one model, by their places."""
+    """The loaded adapters of one model, numbered."""
 
     def __init__(self, model: PreTrainedModel, tp_rank: int = 0, tp_size: int = 1) -> None:
-        """No adapter; `tp_size` ranks share the weights of `model`."""
+        """An empty bank; `tp_size` ranks share the weights of `model`."""
         self.model, self._tp = model, (tp_rank, tp_size)
         self.device, self.dtype = model.device, model.dtype
         is_known = self.dtype in (torch.float32, torch.bfloat16)
         self.is_native = self.device.type == "cpu" and is_known and native.add_low_rank is not None
-        """True if rows are computed in C++, one by one."""
+        """True if rows are computed separately in C++."""
         self.everywhere: int | None = None
-        """Outside of a step: the adapter that all rows have."""
+        """Outside of a step: the adapter of all rows; None without."""
         self.sums: list[tuple[Site, Tensor, Tensor, Tensor]] | None = None
-        """For the check of an adapter: the sites of a step, with each product before `add` and after it, and states."""
+        """For the check of an adapter: per site of a step, the product before and after `add`, and the states."""
         self.places: dict[str, int] = {}
-        """By the digest of an adapter."""
+        """By digest, the adapter's number."""
         self._sites: dict[tuple[int, str], Site] = {}
         self._owners: dict[tuple[int, ...], Tensor] = {}
 
@@ -227,7 +227,7 @@ class Bank:
         return sum(4 * (pair.down.numel() + pair.up.numel()) for pair in pairs)
 
     def add(self, files: LoraFiles) -> int:
-        """Take an adapter and return its place; raises InputError for one that does not fit the model."""
+        """Load an adapter and return its number; raises InputError for one that does not fit the model."""
         place = next(each for each in range(len(self.places) + 1) if each not in self.places.values())
         modules, pairs = dict(self.model.named_modules()), files.pairs(self.model, self._tp[1])
         touched = []
@@ -241,12 +241,12 @@ class Bank:
         return place
 
     def remove(self, digest: str) -> None:
-        """Forget an adapter."""
+        """Unload an adapter."""
         place = self.places.pop(digest)
         self._build([site for site in self._sites.values() if site.parts.pop(place, None) is not None])
 
     def uncalled(self, place: int) -> str | None:
-        """The name of a site with a part of this adapter that no step has called since `add`; None if all were."""
+        """The name of a site of this adapter that no step has called since `add`; None if all were called."""
         called = {site.name: False for site in self._sites.values() if place in site.parts}
         for site in self._sites.values():
             if place in site.parts:
@@ -255,7 +255,7 @@ class Bank:
 
     @contextmanager
     def for_all_rows(self, place: int) -> Iterator[None]:
-        """Outside of steps, let the model compute by its definition what an adapter makes of it."""
+        """Context: outside of steps the model applies one adapter to all rows, by the definition."""
         self.everywhere = place
         try:
             yield
@@ -267,7 +267,7 @@ class Bank:
         return weight.to(self.device, self.dtype)
 
     def owners(self, places: tuple[int, ...]) -> Tensor:
-        """One tensor for sites whose ranks have the same owners: they share a mask."""
+        """The tensor of `places`, shared by sites with equal owners, which then share a mask."""
         if places not in self._owners:
             self._owners[places] = torch.tensor(places, dtype=torch.int32, device=self.device)
         return self._owners[places]
@@ -279,12 +279,12 @@ class Bank:
 
     def _part(self, name: str, module: Any, pair: Pair) -> Pair:
         """This rank's part of a pair."""
-        # Not `module.weight`, which a prepacked layer unpacks at each call.
+        # Not `module.weight`: a prepacked layer would unpack it.
         is_split = any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
         if is_split or type(module).__module__.startswith("deepspeed."):
             raise InputError(f"--tp splits {name} in a way that adapters do not follow; --tp 1 works")
         (rank, size), down, up = self._tp, pair.down, pair.up
-        outputs, inputs = module.weight.shape if size > 1 else (len(up), down.shape[1])  # packed bits have other shapes
+        outputs, inputs = module.weight.shape if size > 1 else (len(up), down.shape[1])  # low-bit ones differ
         if inputs < down.shape[1]:
             begin = -(-down.shape[1] // size) * rank
             down = down[:, begin : begin + inputs].clone()
@@ -292,13 +292,13 @@ class Bank:
             up = up[cut.places(rank, size)]
         elif outputs < len(up):
             begin = -(-len(up) // size) * rank
-            if module.out_features == outputs:  # a key/value head, which several ranks may have
+            if module.out_features == outputs:  # a replicated key/value head
                 begin = rank * (len(up) // outputs) // size * outputs
             up = up[begin : begin + outputs].clone()
         return Pair(_laid_out(down), _laid_out(up)) if self.is_native else Pair(down, up)
 
     def _sites_of(self, name: str, module: Any) -> list[tuple[Site, int]]:
-        """The sites of a module, and its first output in each."""
+        """The sites of a module, each with the module's first output in it."""
         pack, found = getattr(module, "pack", None), []
         if isinstance(pack, Pack):
             place = getattr(module, "place", None)
@@ -324,7 +324,7 @@ def _laid_out(weight: Tensor) -> Tensor:
 
 
 def _adapted(site: Site, multiply: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """A product of `states`, and what adapters add to it."""
+    """The product of `states` plus the adapters' outputs."""
     product, step = multiply(states), current_step()
     if step is not None and step.adapters is not None and step.adapters.bank is site.bank:
         before = product.clone() if site.bank.sums is not None else product

@@ -1,6 +1,7 @@
 """LoRA adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors (Hu et al. 2021).
 
-All that decides what PEFT computes is read or refused by its name; the weights must be those that the config names.
+Every config field that affects PEFT's computation is supported or refused by name; the weights must be those that the
+config names.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _WITHOUT_EFFECT = frozenset(
         "revision", "runtime_config", "task_type", "velora_config",
     }
 )  # fmt: skip
-"""Fields of a config that change nothing of an adapter that is trained; all others that are not known are refused."""
+"""Config fields without effect on a trained adapter; all other unknown fields are refused."""
 _HARMLESS_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the weights of the model as they are."""
+"""Values of init_lora_weights that do not change the model's weights."""
 
 
 class Config(msgspec.Struct):
-    """The fields of adapter_config.json that are obeyed."""
+    """The supported fields of adapter_config.json."""
 
     peft_type: str
     r: int = 8
@@ -53,7 +54,7 @@ class Config(msgspec.Struct):
     bias: str = "none"
 
     def targets(self, name: str, module: nn.Module, head: nn.Module | None) -> bool:
-        """True if PEFT adapts the module of that name."""
+        """True if PEFT adapts the module `name`."""
         if _is_named(name, self.exclude_modules):
             return False
         if isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear":
@@ -74,14 +75,14 @@ class Config(msgspec.Struct):
         return int(_by_pattern(self.rank_pattern, name, self.r))
 
     def scaling(self, name: str) -> float:
-        """The factor of its product."""
+        """The scaling factor of a module's pair."""
         rank = self.rank(name)
         return _by_pattern(self.alpha_pattern, name, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What an adapter adds to a product: `up @ down @ x`, with its scaling in `up`."""
+    """A low-rank pair that adds `up @ down @ x` to a product; `up` includes the scaling."""
 
     down: Tensor
     """[rank, inputs]."""
@@ -91,17 +92,17 @@ class Pair:
 
 @dataclass(frozen=True)
 class LoraFiles:
-    """The files of an adapter, which no model has seen yet."""
+    """The contents of an adapter's files, before they are matched with a model."""
 
     path: Path
     config: Config
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """By the name of a module, A [rank, inputs] and B [outputs, rank]."""
+    """By module name: A [rank, inputs] and B [outputs, rank]."""
     digest: str
     """128 bits of config and weights in hexadecimal: adapters with one digest are the same."""
 
     def pairs(self, model: Any, tp: int = 1) -> dict[str, Pair]:
-        """By the name of a module of `model`, the pair of it, whole and in float32; raises InputError.
+        """By name of a module of `model`, its pair, unsplit and in float32; raises InputError.
 
         `tp` ranks share the model's weights.
         """
@@ -137,7 +138,7 @@ class LoraFiles:
 
 
 def read_lora(folder: str | Path) -> LoraFiles:
-    """Read an adapter's folder; raises InputError with one line for what is damaged or not supported."""
+    """Read an adapter's folder; raises InputError with one line if it is damaged or not supported."""
     path = Path(folder)
     try:
         given, weights = (path / "adapter_config.json").read_bytes(), (path / "adapter_model.safetensors").read_bytes()
@@ -161,7 +162,7 @@ def read_lora(folder: str | Path) -> LoraFiles:
 
 
 def _unsupported(fields: Mapping[str, Any], config: Config) -> str | None:
-    """The first field of a config that asks for what is not supported, with its value."""
+    """The first unsupported field of a config, with its value; None without one."""
     known = {"peft_type": config.peft_type == "LORA", "bias": config.bias == "none"}
     known["init_lora_weights"] = config.init_lora_weights in _HARMLESS_STARTS
     ranks = (config.r, *(config.rank_pattern or {}).values())
@@ -173,7 +174,7 @@ def _unsupported(fields: Mapping[str, Any], config: Config) -> str | None:
 
 
 def _is_named(name: str, given: str | list[str] | None) -> bool:
-    """True if PEFT's list of ends, or its regular expression, fits the name of a module."""
+    """True if a module name matches PEFT's list of suffixes or its regular expression."""
     if isinstance(given, str):
         return re.fullmatch(given, name) is not None
     return any(name == each or name.endswith(f".{each}") for each in given or ())

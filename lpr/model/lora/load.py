@@ -1,4 +1,4 @@
-"""Loading an adapter into a model that evaluates steps, and the check that it adds there what PEFT would add."""
+"""Loading an adapter into a model, and the check that its steps compute what PEFT would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATHS = (0, 1), (0, 2, 3)
 
 
 def load_lora(runner: TreeModel, files: LoraFiles) -> None:
-    """Take an adapter; raises InputError for one that does not fit. `check_lora` comes next."""
+    """Load an adapter; raises InputError for one that does not fit. `check_lora` must follow."""
     if runner.compiled is not None:
         raise InputError("steps are compiled here, and know no adapters: start with --enable-lora or --compile off")
     if runner.exact and runner.device.type == "cpu" and not runner.bank.is_native:
@@ -27,17 +27,16 @@ def load_lora(runner: TreeModel, files: LoraFiles) -> None:
 
 
 def unload_lora(runner: TreeModel, digest: str) -> None:
-    """Forget an adapter that no request has."""
+    """Unload an adapter that no request uses."""
     runner.bank.remove(digest)
     runner.forget_adapters()
 
 
 def check_lora(runner: TreeModel, digest: str) -> None:
-    """Raise InputError unless a tree's logits are those of plain forwards, for which each layer adds by the definition.
+    """Raise InputError unless a tree's logits equal those of plain forwards with the adapter added by its definition.
 
-    In half precision the logits of a tree and of a chain may differ by more than an adapter changes, as a model's
-    first tokens have large activations: there each layer's sum is compared with its definition.
-    The ranks that share the weights of a model call this together.
+    In half precision rounding may exceed the adapter's effect on the logits, because a model's first tokens have large
+    activations: then each layer's sum is compared with its definition. A collective call of tensor-parallel ranks.
     """
     bank, adapter = runner.bank, runner.adapter
     place, cache = bank.places[digest], KVCache(2, 32)

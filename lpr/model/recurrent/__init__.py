@@ -1,1 +1,1 @@
-"""Recurrent layers that evaluate token trees: convolutions and scans whose state follows the accepted path only."""
+"""Recurrent layers over token trees: convolutions and scans; states advance along the accepted path only."""

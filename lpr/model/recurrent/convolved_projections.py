@@ -1,6 +1,6 @@
-"""ZAYA's convolutions of queries and keys (CCA, arXiv 2510.04476), which have no name of their own in transformers.
+"""ZAYA's convolutions of queries and keys (CCA, arXiv 2510.04476), which are no named functions in transformers.
 
-They are two in a row, with values that come from the token before, so their module's forward is replaced.
+There are two in sequence, with values from the previous token, so the module's forward is replaced.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _project(
     query = (query + key.repeat_interleave(groups, 2)) * 0.5
     key = query.unflatten(2, (-1, groups)).mean(3)
     states.begin_convolution(layer.layer_idx, 1)
-    late = layer.v_proj_delayed  # of the first token it takes a zero, and adds its bias
+    late = layer.v_proj_delayed  # the first token has a zero input plus the bias
     delayed = states.windows(F.linear(hidden_states, late.weight).transpose(1, 2), 2)[..., 0].transpose(1, 2)
     delayed = delayed if late.bias is None else delayed + late.bias
     value = torch.cat([layer.v_proj_current(hidden_states), delayed], -1).unflatten(2, (-1, layer.head_dim))

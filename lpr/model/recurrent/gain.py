@@ -1,4 +1,4 @@
-"""Recurrent layers made to matter: as initialised they add next to nothing, and a wrong one would not show."""
+"""Amplifies recurrent layers for the self-check: as initialised they add almost nothing, which would hide errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lpr.model.recurrent.plug import key_gain
 
 @contextmanager
 def scaled(model: nn.Module, gain: float) -> Iterator[None]:
-    """Multiply what recurrent layers return by `gain`, and what Mamba's write, in steps and outside of them.
+    """Context: multiply the outputs of recurrent layers, and Mamba's writes to its state, by `gain`.
 
-    Mamba passes its inputs on beside the scan, and may write so little that only these matter.
+    Mamba's skip connection bypasses the scan and would otherwise dominate. Applies in steps and outside of them.
     """
 
     def scale(module: Any, args: Any, output: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Exact mode's scans: entry by entry, each from its parent's state, by operations of one entry's shape.
+"""Exact mode's scans: each entry separately, from its parent's state.
 
-So an entry has the same bits in every tree, piece of a prompt and batch, and a state those of its tokens alone. Linear
-attention is evaluated in C++ (native/recurrence.h), without the extension by torch; the bits of the two differ.
+So an entry has the same bits in every tree, chunk and batch, and a state depends only on its tokens. Linear attention
+is evaluated in C++ (native/recurrence.h) or, without the extension, by torch; the bits of the two differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Enter = Callable[[Tensor, Sequence[Tensor]], Tensor]
 def enter_linear(state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """Linear attention with decay: state [H, K, V], query and key [H, K], value [H, V], log decay [H] or [H, K].
 
-    With a beta [H] behind them the delta rule: what is written is what the value differs from what the state predicts.
+    With a beta [H] as the last input, the delta rule: the state gets the difference of the value to its prediction.
     """
     query, key, value, decay, *beta = inputs
     state.mul_(decay.exp().view(*decay.shape, *[1] * (3 - decay.dim())))
@@ -36,16 +36,16 @@ def enter_linear(state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Walked:
-    """The inputs of entries, as what they write."""
+    """The contributions of entries to a state, as their inputs."""
 
     enter: Enter
     inputs: list[Tensor]
     """[B, n, ...]"""
     last: Tensor
-    """The states behind the last entries."""
+    """The states after the last entries."""
 
     def after(self, state: Tensor, path: Path | None = None) -> Tensor:
-        """The states behind a path."""
+        """The states after a path."""
         if path is None:
             return self.last
         found = state.clone()
@@ -58,7 +58,7 @@ class Walked:
 
 
 def walk(enter: Enter, inputs: Sequence[Tensor], state: Tensor, tree: Tree, pads: np.ndarray) -> tuple[Tensor, Walked]:
-    """As Scan: outputs [B, n, ...] of entries [B, n, ...]; the first `pads` [B] of a row are padding and give zeros."""
+    """As Scan: outputs [B, n, ...] of entries [B, n, ...]; the first `pads[b]` entries of row b are padding: 0."""
     last, count, outputs = state.clone(), tree.shape[1], dict[int, Tensor]()
     for row, (parents, pad) in enumerate(zip(tree.parents, pads.tolist(), strict=True)):
         if (pad := max(pad, 0)) < count:
@@ -72,11 +72,11 @@ def walk(enter: Enter, inputs: Sequence[Tensor], state: Tensor, tree: Tree, pads
 
 
 def _walk_row(enter: Enter, inputs: Sequence[Tensor], parents: np.ndarray, state: Tensor) -> Tensor:
-    """Outputs [n, ...] of one row's entries; `state` becomes that behind the last one."""
+    """Outputs [n, ...] of one row's entries; `state` becomes the state after the last one."""
     if enter is enter_linear and native.walk_linear is not None:
         return _walk_natively(inputs, parents, state)
     outputs, states = list[Tensor](), {-1: state.clone()}
-    last = {parent: entry for entry, parent in enumerate(parents.tolist())}  # the child that takes a state over
+    last = {parent: entry for entry, parent in enumerate(parents.tolist())}  # the last child may reuse the state
     for entry, parent in enumerate(parents.tolist()):
         own = states.pop(parent) if last[parent] == entry else states[parent].clone()
         outputs.append(enter(own, [each[entry] for each in inputs]))

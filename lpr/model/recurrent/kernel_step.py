@@ -1,4 +1,4 @@
-"""A step of recurrent layers as the Triton kernels see it."""
+"""The inputs of the recurrent Triton kernels in a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lpr.model.transfer import to_device
 
 
 class KernelStep:
-    """Where its entries lie, and what its forward has kept. A captured graph's replays share one."""
+    """The places of a step's entries, and the values that its forward keeps. Replays of a graph share one object."""
 
     def __init__(self, step: StepInputs) -> None:
-        """Of a step of one block with bits; a captured one has no rows, and then no trunk."""
+        """For a step of one block with bits; a captured step has no rows, and so no trunk."""
         block, mask = step.blocks[0], step.blocks[0].tree_mask
         assert mask is not None
         self.first_slot, self.batch, self.device = block.first_slot, mask.bits.shape[0], mask.bits.device

@@ -1,7 +1,7 @@
-"""Recurrent layers of a step whose tree is given as bits, by the Triton kernels.
+"""Recurrent layers of a step whose tree is given as bits, by Triton kernels.
 
-A call of the model is one launch, whatever it does besides the scan: norms, step sizes, gates. Advancing the states
-of a layer is one more. Steps without bits (attention other than 'triton') take the torch forms on any device.
+A call of the model is one launch, including norms, step sizes and gates besides the scan. Advancing the states of a
+layer is one more. Steps without bits (attention other than 'triton') use the torch forms on any device.
 """
 
 from __future__ import annotations
@@ -111,4 +111,4 @@ CALLS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _ssd,
     "mamba_selective_scan": _selective,
 }
-"""As those of lpr.model.recurrent.plug."""
+"""As CALLS of lpr.model.recurrent.plug."""

@@ -1,4 +1,4 @@
-"""Where the rows of a step lie in the inputs of a recurrent layer."""
+"""The layout of a step's rows in the inputs of a recurrent layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lpr.model.step_inputs import Row, StepInputs
 from lpr.model.transfer import to_device
 
 SHORT = 32
-"""Entries above a tree up to which they are part of it. Longer ones are scanned as a chain first."""
+"""Most entries of a chain above a tree that is scanned as part of the tree. A longer chain is scanned first."""
 
 Site = tuple[str, int, int]
 """A convolution or a scan: its kind, its layer, and its number in the layer."""
@@ -33,7 +33,7 @@ class Layout:
     """T."""
     device: torch.device
     kept: dict[Site, tuple[Tensor, Written | None]] = field(default_factory=dict)
-    """Per site the states behind the chains, and what the trees wrote."""
+    """Per site, the states after the chains, and the contributions of the trees."""
 
     @cached_property
     def pads(self) -> np.ndarray:
@@ -42,14 +42,14 @@ class Layout:
 
     @cached_property
     def split(self) -> int:
-        """Entries of the chains; they belong to the sequence whatever is accepted."""
+        """Length of the chains, whose entries are committed in any case."""
         ends = [pad + certain_entries(row) for pad, row in zip(self.pads, self.rows, strict=True) if row.num_entries]
         end = min(ends, default=self.width)
         return end if end > SHORT or end == self.width else 0
 
     @cached_property
     def parents(self) -> np.ndarray:
-        """Int64 [B, T]: columns; below 0 for what follows the state. Padding is a chain before the first entry."""
+        """Int64 [B, T]: parents' columns; negative: follows the state. Padding is a chain before the first entry."""
         found = np.tile(np.arange(-1, self.width - 1), (len(self.rows), 1))
         for each, pad, row in zip(found, self.pads, self.rows, strict=True):
             each[pad:] = np.where(row.parents >= 0, row.parents + pad, -1)
@@ -57,7 +57,7 @@ class Layout:
 
     @cached_property
     def tree(self) -> Tree:
-        """The entries behind the chains."""
+        """The entries after the chains."""
         return Tree(np.maximum(self.parents[:, self.split :] - self.split, -1), self.device)
 
     @cached_property
@@ -76,7 +76,7 @@ class Layout:
 
     @cached_property
     def real(self) -> Tensor | None:
-        """[B, T] bool: false for padding; None without any."""
+        """[B, T] bool: False for padding; None without padding."""
         if not self.pads.any():
             return None
         return to_device(np.arange(self.width) >= self.pads[:, None], self.device)
@@ -91,12 +91,12 @@ class Layout:
 
     @cached_property
     def begun(self) -> Tensor | bool:
-        """True where the state counts, [B] bool if rows differ: a sequence without computed tokens has none."""
+        """True if the sequence has a state, [B] bool if rows differ: without computed tokens there is none."""
         begun = np.array([row.num_cached > 0 for row in self.rows])
         return bool(begun[0]) if (begun == begun[0]).all() else to_device(begun, self.device)
 
     def read(self, states: Tensor) -> Tensor:
-        """The states [B, ...] before the step, of those of all slots; not to be written to."""
+        """The rows' states [B, ...] before the step, from those of all slots; read-only."""
         found = states[self.slots]
         if isinstance(self.begun, bool):
             return found if self.begun else torch.zeros_like(found)
@@ -107,7 +107,7 @@ class Layout:
         return values.narrow(dim, self.start, self.width)
 
     def path(self, kept: Sequence[Sequence[int]]) -> Path:
-        """The accepted entries of each row, as far as they are behind the chains; none for a row that stays."""
+        """The accepted entries of each row after the chains; none for a row that does not advance."""
         columns: list[list[int]] = []
         for pad, entries in zip(self.pads.tolist(), kept, strict=True):
             above = max(0, self.split - pad)
@@ -122,9 +122,9 @@ class Layout:
 
 
 def certain_entries(row: Row) -> int:
-    """Leading entries of a row that are a chain, are accepted in any case, and end where the first branch begins.
+    """Number of leading entries of a row that form a chain and are committed in any case.
 
-    These are a row's pending chain and the root, or all of a piece of a pending chain.
+    These are a row's pending chain with the root, or a whole chunk of a pending chain.
     """
     parents = row.parents
     most = row.num_entries - row.num_results + 1 if row.num_results else row.num_entries
@@ -134,12 +134,12 @@ def certain_entries(row: Row) -> int:
 
 
 def layouts(step: StepInputs, device: torch.device) -> list[Layout]:
-    """The layouts of a step's blocks; in one block that is packed (see `build_page_inputs`), one of each row."""
+    """The layouts of a step's blocks; for a single packed block (see `build_page_inputs`), one per row."""
     rows, found = list(step.rows), []
     if len(step.blocks) == 1 and len(rows) > len(step.positions):
         ends = np.cumsum([row.num_entries for row in rows])
         ends += step.positions.shape[1] - ends[-1]
-        starts = [0, *ends[:-1].tolist()]  # the padding that exact products may need stands before the first row
+        starts = [0, *ends[:-1].tolist()]  # padding for exact products precedes the first row
         return [
             Layout([row], start, end - start, device)
             for row, start, end in zip(rows, starts, ends.tolist(), strict=True)

@@ -1,8 +1,8 @@
-"""Puts tree forms where transformers calls the convolution and the scan of recurrent layers.
+"""Replaces the convolution and scan functions of transformers' recurrent layers by forms for trees.
 
-A modelling file calls them by a handful of names: the places where it plugs kernels in. `RecurrentCalls` replaces
-these names by functions that look for the running step. In a step they evaluate its trees over the states of its
-cache; outside one they are transformers' own. No family is named here.
+A modelling file calls these functions by a few module-level names, at which it also plugs kernels in. `RecurrentCalls`
+replaces these names by functions that look for the running step. In a step they evaluate its trees with the states of
+its cache; outside one they call transformers' own. No model family is named here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.step_inputs import current_step
 
 key_gain: ContextVar[float] = ContextVar("key_gain", default=1.0)
-"""Factor for what Mamba's entries write to a state, in steps and outside of them (lpr.model.recurrent.gain)."""
+"""Factor of Mamba's writes to its state, in steps and outside of them (lpr.model.recurrent.gain)."""
 
 
 def _convolve(
@@ -113,7 +113,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _ssd,
     "mamba_selective_scan": _selective,
 }
-"""By the name in a modelling file, what a step does; arguments and results are those of the function replaced."""
+"""By name in a modelling file, the function used in a step; with the arguments and results of the replaced one."""
 
 
 def _places(model: nn.Module) -> list[tuple[Any, str]]:
@@ -123,12 +123,12 @@ def _places(model: nn.Module) -> list[tuple[Any, str]]:
 
 
 def is_pluggable(model: nn.Module) -> bool:
-    """True if its layers call their convolution or scan by names that are known here, or are known themselves."""
+    """True if its layers call convolution or scan by names in CALLS, or are supported layers themselves."""
     return bool(_places(model)) or has_convolved_projections(model)
 
 
 class RecurrentCalls(Rewrite):
-    """Modelling files call tree forms. All models of a file share its names: the last one gives them back."""
+    """Modelling files call the forms for trees. All models of a file share its names; the last undo restores them."""
 
     name, stage = "recurrent calls over trees", Stage.TREE
 

@@ -1,12 +1,12 @@
 """Causal convolutions and scans over token trees, from a state before the tree.
 
 A scan is linear attention with decay: a state S [K, V] per head, S_i = decay_i * S_parent + k_i (x) u_i, read by
-q_i. Its chunk form (Yang et al., arXiv 2312.06635; Dao and Gu, arXiv 2405.21060) has a causal mask. Entries stand
-parents first, so "ancestor or self" is lower triangular and takes that mask's place, with decays summed along paths.
-A tree then costs what a chunk of as many entries costs, and no entry needs a state of its own.
+q_i. Its chunk form (Yang et al., arXiv 2312.06635; Dao and Gu, arXiv 2405.21060) has a causal mask. Parents precede
+children, so the mask "ancestor or self" is lower triangular and replaces the causal one, with decays summed along
+paths. A tree then costs as much as a chunk of as many entries, and entries need no separate states.
 
 All tensors are float32 except those of `convolve`. Shapes: B rows, n entries, H heads, K and V sizes of a state.
-Entries that pad a row have decay 0 and write nothing (`Rule.padding`).
+Padding entries have decay 0 and write nothing (`Rule.padding`).
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from lpr.model.recurrent.tree import Path, Tree
 PIECE = 64
 """Entries of a chain that are evaluated at once."""
 MOST_VALUES = 1 << 20
-"""Values (4 MiB) of the largest temporary that holds decays per channel or states of entries. If one entry's decays to
-all others, or one channel's states, are more, these."""
+"""Most values (4 MiB) of a temporary with decays per channel or states of entries; more only if one entry's decays to
+all others, or one channel's states, exceed it."""
 
 
 class Written(Protocol):
-    """What the entries of a tree add to the state before it."""
+    """The contributions of a tree's entries to the state before it."""
 
     def after(self, state: Tensor, path: Path | None = None) -> Tensor:
-        """The state behind `path`; without it behind the last entry of a chain."""
+        """The state after `path`; by default after the last entry of a chain."""
         ...
 
 
 Scan = Callable[[Sequence[Tensor], Tensor, Tree], tuple[Tensor, Written]]
-"""Takes inputs [B, n, ...], the state before them and the tree; returns outputs [B, n, H, V] and what was written."""
+"""From inputs [B, n, ...], the state before them and the tree: outputs [B, n, H, V] and the contributions."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A scan and what pads its rows."""
+    """A scan, and the inputs that padding zeroes."""
 
     scan: Scan
     padding: tuple[int, ...]
-    """Inputs that are 0 for entries that pad a row."""
+    """Indices of the inputs that are set to 0 for padding."""
     enter: Enter
-    """The same for one entry, in exact mode."""
+    """The scan of one entry, for exact mode."""
 
 
 def run_chain(rule: Rule, inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs of a chain [B, n, ...] of any length, and the state behind it."""
+    """Outputs of a chain [B, n, ...] of any length, and the state after it."""
     outputs = []
     for start in range(0, inputs[0].shape[1], PIECE):
         piece = [each[:, start : start + PIECE] for each in inputs]
@@ -139,7 +139,7 @@ class Outer:
     """[B, H, n, 1 or K]: logarithms, summed along the path of each entry."""
 
     def after(self, state: Tensor, path: Path | None = None) -> Tensor:
-        """The state [B, H, K, V] behind a path."""
+        """The state [B, H, K, V] after a path."""
         keys, values, decay = self.keys, self.values, self.decay
         last = decay[:, :, -1:]
         if path is not None:
@@ -193,8 +193,8 @@ def decayed_attention(inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tu
 def delta_rule(inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Tensor, Outer]:
     """The gated delta rule, with inputs as `decayed_attention` and beta [B, n, H]; log decay may be [B, n, H, K].
 
-    An entry writes what its value differs from what the state predicts. The triangular system of the chunk form
-    (Yang et al., arXiv 2412.06464) gets the tree's mask: row i holds what i's ancestors wrote. A decay per channel is
+    An entry writes the difference of its value to the state's prediction. The triangular system of the chunk form
+    (Yang et al., arXiv 2412.06464) gets the tree's mask: row i has the writes of i's ancestors. A decay per channel is
     Kimi Delta Attention (arXiv 2510.26692). Source: torch_chunk_gated_delta_rule, chunk_kimi_delta_attention.
     """
     queries, keys, values, decay, beta = (each.transpose(1, 2) for each in inputs)

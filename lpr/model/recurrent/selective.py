@@ -16,7 +16,7 @@ from lpr.model.recurrent.tree import Path, Tree
 class Selective:
     """A scan with a decay per token, channel and place of its state: x and dt [B, n, C], B and C [B, n, K].
 
-    It has no chunk form by matrix products: the states of all entries are computed, depth by depth. Source:
+    There is no chunk form with matrix products, so the states of all entries are computed, one depth at a time. Source:
     mamba_selective_scan of transformers.
     """
 
@@ -44,7 +44,7 @@ class Selective:
         return (state * queries).sum(-1)
 
     def _states(self, rates: Tensor, inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> Tensor:
-        """The states [B, n, C, K] behind all entries: S = exp(dt A) S_parent + dt x B."""
+        """The states [B, n, C, K] after all entries: S = exp(dt A) S_parent + dt x B."""
         batch, count = inputs[0].shape[:2]
         found = torch.cat([state.new_empty(batch * count, *state.shape[1:]), state])
         flat = [each.flatten(0, 1) for each in inputs]
@@ -57,15 +57,15 @@ class Selective:
 
 @dataclass(frozen=True)
 class Steps:
-    """The inputs of a scan; states of all entries would take K times as much."""
+    """The inputs of a scan, kept instead of all entries' states, which would take K times the memory."""
 
     rule: Selective
     inputs: list[Tensor]
     last: Tensor
-    """The state behind the last entry."""
+    """The state after the last entry."""
 
     def after(self, state: Tensor, path: Path | None = None) -> Tensor:
-        """The state [B, C, K] behind a path."""
+        """The state [B, C, K] after a path."""
         if path is None:
             return self.last
         if not path.entries.shape[1]:

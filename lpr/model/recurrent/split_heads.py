@@ -1,8 +1,8 @@
-"""A tensor-parallel plan for gated delta nets and Mamba 2, which transformers leaves whole on every rank.
+"""A tensor-parallel plan for gated delta nets and Mamba 2, which transformers replicates.
 
 Each rank has some of the heads: their rows of every projection, their channels of the convolution, their states. The
-output projection adds the ranks' products up. A Mamba 2 layer shares B and C among the heads of a group; with fewer
-groups than ranks, ranks share a group, and the variance that its norm divides by is summed over them.
+output projection is all-reduced. A Mamba 2 layer shares B and C among the heads of a group; with fewer groups than
+ranks, several ranks share a group, and its norm's variance is summed over them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from lpr.model.rewrite.sharded_layers import generic_name, local
 
 Parts = tuple[tuple[int, int], ...]
-"""Sizes along an axis, one part after the other, and the units of each; a rank has the same share of every part."""
+"""(size, number of units) of each part along an axis; a rank has the same share of every part."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor that is read whole and cut along `axis`, as its parts are no single range of it."""
+    """A tensor that is read whole and then sliced along `axis`, because a rank's share is not one range."""
 
     axis: int
     parts: Parts
@@ -44,7 +44,7 @@ class Cut:
 
 
 def share(parts: Parts, tp: int) -> int:
-    """The size of a rank's share; of fewer units than ranks each rank has one, which others have too."""
+    """The size of a rank's share; with fewer units than ranks, several ranks have the same unit."""
     return sum(size // units * max(1, units // tp) for size, units in parts)
 
 
@@ -53,31 +53,31 @@ class SplitLayer:
     """How one layer is split by heads."""
 
     units: int
-    """Heads, of which every rank has as many; of a delta net those of keys, each with its heads of values."""
+    """Number of heads to divide; in a delta net the key heads, each with its value heads."""
     groups: int
     """Groups of heads that share B and C; 0 without any."""
     heads: Parts
-    """Of the states of its scan."""
+    """Parts of the scan's states."""
     channels: Parts
-    """Of the states of its convolution."""
+    """Parts of the convolution's states."""
     sizes: Mapping[str, Parts]
-    """By name the layer's attributes that count what a rank has."""
+    """By name, the layer's size attributes that become those of a rank."""
     styles: Mapping[str, str]
-    """By name in the layer, as in a plan of transformers."""
+    """By name in the layer, the style of transformers' plan."""
     has_other_norm: bool = False
-    """True if its gated norm is not that of Mamba 2, which ranks can share."""
+    """True if its gated norm is not Mamba 2's, the only one that supports a shared group."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """By name in the layer, parameters and buffers."""
+    """By name in the layer, the cuts of parameters and buffers."""
 
 
 def split_layers(model: nn.Module) -> dict[str, SplitLayer]:
-    """The recurrent layers of `model` that can be split by heads, and how, by their names."""
+    """By name, the recurrent layers of `model` that can be split by heads, with the split."""
     found = {name: _delta(each) or _mamba2(each) for name, each in model.named_modules()}
     return {name: each for name, each in found.items() if each is not None}
 
 
 def _split(layer: Any, named: Mapping[str, Parts], output: str, **how: Any) -> SplitLayer:
-    """A layer whose projections and parameters `named` have these parts, each of them a range for every rank or cut."""
+    """The split of a layer whose projections and parameters `named` have these parts, by ranges or by cuts."""
     styles, cuts = {output: "rowwise"}, dict[str, Cut]()
     for owner, parts in named.items():
         total = sum(size for size, _ in parts)
@@ -101,7 +101,7 @@ def _has(layer: Any, *names: str) -> bool:
 
 
 def _delta(layer: Any) -> SplitLayer | None:
-    """Qwen 3 Next, Qwen 3.5 and their kin, and OLMo hybrid."""
+    """Qwen 3 Next, Qwen 3.5 and related models, and OLMo hybrid."""
     if not _has(layer, "num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d", "A_log"):
         return None
     units = layer.num_k_heads
@@ -136,12 +136,12 @@ def _mamba2(layer: Any) -> SplitLayer | None:
 
 
 def own_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """What is split otherwise than by the `plan` of transformers: generic names and styles."""
+    """Generic names and styles that differ from the `plan` of transformers."""
     layers = split_layers(model)
     found = {
         generic_name(f"{name}.{each}"): style for name, layer in layers.items() for each, style in layer.styles.items()
     }
-    if any(layer.groups for layer in layers.values()):  # the plans of these families have the ends and experts alone
+    if any(layer.groups for layer in layers.values()):  # the plans of these families have only the ends and experts
         found |= {name: style for name, style in _others(model) if name not in plan}
     return found
 
@@ -192,7 +192,7 @@ class SharedGroupNorm(nn.Module):
 
 
 def cut_layers(model: nn.Module, group: dist.ProcessGroup, rank: int, tp: int) -> None:
-    """Cut what every rank has read whole, once the styles of `own_plan` are carried out."""
+    """Slice the tensors that every rank has read whole, after the styles of `own_plan` are applied."""
     for name, split in split_layers(model).items():
         layer: Any = model.get_submodule(name)
         for key, cut in split.cuts.items():

@@ -1,7 +1,7 @@
 """The states of recurrent layers: one per slot, at the sequence's computed tokens.
 
-A forward reads states and never writes them. It keeps what its entries would add, and `advance` adds the accepted
-entries, once they are known. So a rejected branch, a dropped step or a failed forward leaves no trace.
+A forward reads states and never writes them. It keeps the contributions of its entries, and `advance` later adds those
+of the accepted entries. So a rejected branch, a dropped step or a failed forward does not affect the states.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class States:
     """The states of all convolutions and scans of a model."""
 
     def __init__(self, num_places: int) -> None:
-        """States for `num_places` slots and snapshots; the first forward shows their shapes and makes the tensors."""
+        """States for `num_places` slots and snapshots; the first forward determines the shapes and allocates."""
         self.num_places = num_places
         self._tensors: dict[Site, Tensor] = {}
         """Per site [places, ...]."""
@@ -39,7 +39,7 @@ class States:
         self._layouts: list[Layout] = []
         self._layer = 0
         self._convolution: Site | None = None
-        """The convolution whose inputs the model has shown, until it is computed."""
+        """The convolution announced by `begin_convolution` and not computed yet."""
         self._counts: dict[int, int] = {}
         """Per layer, its scans so far in this step."""
         self.kernels: KernelStep | None = None
@@ -48,7 +48,7 @@ class States:
 
     @property
     def is_empty(self) -> bool:
-        """True if the model has shown no recurrent layer."""
+        """True if no recurrent layer was met in a forward yet."""
         return not self._tensors
 
     @property
@@ -57,7 +57,7 @@ class States:
         return sum(each[0].numel() * each.element_size() for each in self._tensors.values())
 
     def resized(self, num_places: int) -> States:
-        """Other states of the same layers, their memory allocated."""
+        """New states for the same layers, allocated."""
         made = States(num_places)
         made._tensors = {site: each.new_zeros(num_places, *each.shape[1:]) for site, each in self._tensors.items()}
         return made
@@ -82,14 +82,14 @@ class States:
             if site[0] == kind:
                 tensor[place] = 0
 
-    # What the model tells the cache.
+    # Called by the model through the cache.
 
     def begin_layer(self, layer: int) -> None:
-        """The model looks for the states of a layer."""
+        """The model starts a layer."""
         self._layer = layer
 
     def begin_convolution(self, layer: int, index: int) -> None:
-        """The model shows the inputs of a convolution; raises TypeError if the last one took another way than ours."""
+        """The model starts a convolution; raises TypeError if the last one was not computed by `convolve`."""
         if self._convolution is not None and self._step is current_step():
             raise TypeError("its convolution is code of its own, which does not follow the paths of a tree")
         self._begin_step()
@@ -119,7 +119,7 @@ class States:
 
     @property
     def evaluated(self) -> Any:
-        """What the last forward has kept; a graph's replay sets it to that of its capture."""
+        """The contributions kept by the last forward; a graph's replay restores those of its capture."""
         return self._step, self._layouts, self.kernels
 
     @evaluated.setter
@@ -138,7 +138,7 @@ class States:
         return make
 
     def of_convolution(self, x: Tensor, width: int) -> tuple[Site, Tensor]:
-        """The convolution of x [R, C, N] whose inputs the model has shown, and its states."""
+        """The started convolution, whose input is x [R, C, N], and its states."""
         site, self._convolution = self._convolution, None
         if site is None:
             raise TypeError("a convolution does not use the cache")
@@ -168,7 +168,7 @@ class States:
         return self._along(x, width, windows)
 
     def _along(self, x: Tensor, width: int, evaluate: Callable[[Tensor, Tensor, Tree], Tensor]) -> Tensor:
-        """What `evaluate` makes of entries [B, C, n], the inputs before them, and their tree, for x [R, C, N]."""
+        """Apply `evaluate` to each layout's entries [B, C, n], earlier inputs and tree, for x [R, C, N]."""
         outputs = []
         site, tensor = self.of_convolution(x, width)
         for layout in self._begin_step():
@@ -222,7 +222,7 @@ class States:
 
     @torch.no_grad()
     def advance(self, rows: Sequence[Row], kept: Sequence[Sequence[int]]) -> None:
-        """Let the states of rows of the last forward follow their accepted entries (indices, in order)."""
+        """Advance the states of the last forward's rows along their accepted entries (indices, in order)."""
         if self.kernels is not None:
             self.kernels.advance(rows, kept)
         accepted = {row.slot: entries for row, entries in zip(rows, kept, strict=True) if len(entries)}
@@ -240,18 +240,18 @@ class States:
 
 
 class StatesInCache:
-    """The methods by which recurrent layers find their states in a cache of transformers.
+    """The methods by which recurrent layers access their states in a cache of transformers.
 
-    They find none, as if a sequence had just begun: so each takes the form for many tokens, which is replaced here.
+    They return no state, as for a new sequence, so that each layer uses its prefill form, which is replaced here.
     """
 
     states: States
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None: `update_conv_state` shows the inputs."""
+        """None: `update_conv_state` gets the inputs."""
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Note whose inputs the next convolution gets; returns them as they are."""
+        """Record the layer of the next convolution; returns the inputs unchanged."""
         self.states.begin_convolution(layer_idx, state_idx)
         return conv_states
 
@@ -260,7 +260,7 @@ class StatesInCache:
         self.states.begin_layer(layer_idx)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
-        """Nothing: a forward writes no state."""
+        """Does nothing: a forward writes no state."""
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

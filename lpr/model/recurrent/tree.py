@@ -1,4 +1,4 @@
-"""A tree of entries as convolutions and scans read it."""
+"""A tree of entries, as the input of convolutions and scans."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Path:
     """Entries of each row that become part of its sequence."""
 
     entries: Tensor
-    """[B, m] int64: their places, ancestors first; 0 behind the last one."""
+    """[B, m] int64: their indices, ancestors first; 0 after the last one."""
     real: Tensor
     """[B, m] bool."""
     last: Tensor
-    """[B] int64: the last one's place, -1 if there is none."""
+    """[B] int64: index of the last one, -1 if there is none."""
 
     def of(self, values: Tensor, dim: int) -> Tensor:
         """`values` along the path: dimension `dim` becomes m."""
@@ -33,7 +33,7 @@ class Path:
 
 
 class Tree:
-    """The entries of B rows, n each, that follow B states; parents stand before their children."""
+    """The entries of B rows, n each, that follow B states; parents precede their children."""
 
     def __init__(self, parents: np.ndarray, device: torch.device) -> None:
         """`parents` is int64 [B, n]: a parent's place in its row, or -1 for an entry that follows the state."""

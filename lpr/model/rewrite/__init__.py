@@ -1,1 +1,1 @@
-"""What lpr changes of a foreign model."""
+"""All changes that lpr makes to a transformers model."""

@@ -1,7 +1,7 @@
-"""A change to a foreign model: the parts that it matches, the change itself, and the way back.
+"""The interface of a rewrite, a change to a transformers model: match, apply, undo.
 
-`carry_out` walks over what a rewrite matches and notes it on the model, by the names of modules, so that a copy of the
-model knows it too. The list of all rewrites and the table of their conflicts are in lpr.model.rewrite.table.
+`carry_out` applies a rewrite to all matching modules and records their names on the model, so that a copy of the model
+has the record too. The list of all rewrites and the table of their conflicts are in lpr.model.rewrite.table.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import nn
 
 
 class Stage(IntEnum):
-    LOAD = 0  # while the model is read: they are final
+    LOAD = 0  # while the model is loaded; cannot be undone
     TREE = 1
-    """When an adapter takes the model, whoever holds it: within a step they evaluate trees, outside nothing changes."""
-    FASTER = 2  # when an engine prepares a model that has no other user: the same results in fewer or faster calls
+    """For every model that an Adapter takes: in a step they evaluate trees; no effect outside a step."""
+    FASTER = 2  # for a model without other users: the same results in fewer or faster calls
     EXACT = 3  # when exact mode is prepared
     LATE = 4  # when all ranks have checked the model
 
 
 @dataclass(frozen=True)
 class Shards:
-    """How transformers has split a model over ranks."""
+    """The tensor-parallel split that transformers made."""
 
     plan: Mapping[str, str]
     group: dist.ProcessGroup
@@ -39,7 +39,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides on rewrites besides the model."""
+    """The inputs besides the model that decide on rewrites."""
 
     device: torch.device
     is_ours: bool = True  # True if the model was loaded by lpr, so that its weights may be laid out anew
@@ -53,7 +53,7 @@ class Setting:
 
     @property
     def modes(self) -> set[str]:
-        """Names of conflicts that hold here, whatever is rewritten."""
+        """The names of modes of this setting that appear in CONFLICTS."""
         asked = {"tp": self.tp, "exact": self.exact, "draft head": self.has_head, "foreign": not self.is_ours}
         asked["adapters"] = self.adapters
         return {name for name, holds in asked.items() if holds} | {f"compile={self.compile}", self.device.type}
@@ -66,23 +66,23 @@ class Rewrite(ABC):
     stage: Stage
 
     def why_not(self, model: nn.Module, setting: Setting) -> str | None:
-        """The reason why nothing of `model` is changed in this setting; None leaves it to `match`."""
+        """The reason why the rewrite does not apply to `model` in this setting; None leaves it to `match`."""
         return None
 
     @abstractmethod
     def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, Any]]:
-        """The modules to be changed, by name, and of each what `apply` needs besides it."""
+        """The modules to change, by name, each with the second argument of `apply`."""
 
     @abstractmethod
     def apply(self, module: Any, found: Any) -> None:
         """Change a module that matches."""
 
     def undo(self, module: Any) -> None:
-        """Give back a module as it was; raises TypeError for a change that is final."""
+        """Restore a module; raises TypeError for a change that cannot be undone."""
         raise TypeError(f"{self.name} is final: load the model anew")
 
     def finish(self, model: nn.Module) -> None:  # noqa: B027
-        """Do what takes all changed modules."""
+        """Called once after all modules are changed."""
 
     def is_done(self, model: nn.Module) -> bool:
         """True if `model` has been changed before."""
@@ -90,11 +90,11 @@ class Rewrite(ABC):
 
 
 class EachModule(Rewrite):
-    """A rewrite that looks at each module by itself."""
+    """A rewrite that matches each module separately."""
 
     @abstractmethod
     def find(self, module: Any, setting: Setting) -> Any | None:
-        """What `apply` needs for `module`; None if it does not match."""
+        """The second argument of `apply` for `module`; None if it does not match."""
 
     def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, Any]]:
         for name, module in list(model.named_modules()):
@@ -103,10 +103,10 @@ class EachModule(Rewrite):
 
 
 class OwnForward:
-    """The forward of a module's class, for what replaces it on the module.
+    """The forward of a module's class, for use by its replacement.
 
-    The module is not kept alive: as its replacement holds this, a dropped model would keep its weights until the
-    collector runs, and that counts objects and not bytes.
+    It holds a weak reference: the module holds its replacement, and in a cycle a dropped model would keep its weights
+    until the garbage collector runs, which counts objects and not bytes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -117,16 +117,16 @@ class OwnForward:
         return self._forward(self._module(), *args, **kwargs)
 
     def __reduce__(self) -> tuple[type[OwnForward], tuple[nn.Module | None]]:
-        return OwnForward, (self._module(),)  # in a copy of the model, that of the module's copy
+        return OwnForward, (self._module(),)  # in a copy of the model, refers to the module's copy
 
 
 class NewForward(EachModule):
-    """Gives modules a forward that computes all that is in them, in one object with the field `plain: OwnForward`."""
+    """Replaces modules' forward by one object with the field `plain: OwnForward`, which computes the whole module."""
 
     stage = Stage.FASTER
 
     def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, Any]]:
-        """As Rewrite.match; the parts of a module with such a forward are not called any more."""
+        """As Rewrite.match; skips the children of a matched module, which are not called any more."""
         inside = set[int]()
         for name, module in list(model.named_modules()):
             own = vars(module).get("forward")
@@ -143,7 +143,7 @@ class NewForward(EachModule):
 
 
 class WrappedForward(EachModule):
-    """Lets `find` name a function that a step calls, with the module and its forward before other arguments."""
+    """Wraps a forward in the function that `find` returns, which gets the module and its forward as first arguments."""
 
     stage = Stage.TREE
 
@@ -158,13 +158,13 @@ class WrappedForward(EachModule):
 
 
 def done_to(model: nn.Module) -> dict[str, list[str]]:
-    """By the name of a rewrite, the names of the modules that it has changed."""
+    """By rewrite name, the names of the modules that it has changed."""
     found: dict[str, list[str]] = vars(model).setdefault("_lpr_rewrites", {})
     return found
 
 
 def carry_out(rewrite: Rewrite, model: nn.Module, setting: Setting) -> list[str]:
-    """Rewrite `model`, once; returns the names of the modules that are changed."""
+    """Apply a rewrite to `model`, once; returns the names of the changed modules."""
     if not rewrite.is_done(model):
         modules, names = dict(model.named_modules()), []
         for name, found in rewrite.match(model, setting):
@@ -177,7 +177,7 @@ def carry_out(rewrite: Rewrite, model: nn.Module, setting: Setting) -> list[str]
 
 
 def undo(rewrite: Rewrite, model: nn.Module) -> None:
-    """Give back what `rewrite` has changed."""
+    """Undo `rewrite` on all modules that it has changed."""
     modules = dict(model.named_modules())
     for name in dict.fromkeys(done_to(model).get(rewrite.name, ())):
         rewrite.undo(modules[name])

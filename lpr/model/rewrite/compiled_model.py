@@ -1,4 +1,4 @@
-"""The choice of models that torch.compile gets."""
+"""The rewrite that compiles the steps of a model with torch.compile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 
 class CompiledModel(Rewrite):
-    """torch.compile takes the whole forward, in captured steps (lpr.model.torch_compile)."""
+    """Compiles the whole forward of captured steps (lpr.model.torch_compile)."""
 
     name, stage = "torch.compile", Stage.LATE
 
@@ -47,5 +47,5 @@ class CompiledModel(Rewrite):
         module._compiled_call_impl = None  # what Module.compile has set
 
     def is_done(self, model: nn.Module) -> bool:
-        """False: another engine of a model has a forward of its own."""
+        """False: every engine of a model compiles its own forward."""
         return False

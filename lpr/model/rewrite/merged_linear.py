@@ -1,9 +1,9 @@
-"""Projections of the same input as one matrix product: queries, keys and values, and an MLP's gate and its values.
+"""Projections of the same input merged into one matrix product: Q, K and V, and an MLP's gate and up projection.
 
-Small matrix products leave most of a GPU idle. At load the weights of such projections are laid one below the other
-(lpr.model.rewrite.merged_loading): the first one called computes all, and the others take their part. Every module
-keeps its name, parameters and shape. A rank packs its part of layers that are split. Quantised, hooked and other
-modules than `nn.Linear` stay as they are.
+Small matrix products leave most of a GPU idle. At load the weights of such projections are made contiguous
+(lpr.model.rewrite.merged_loading): the first projection that is called computes all, and the others return their part.
+Every module keeps its name, parameters and shape. Tensor-parallel ranks merge their shards. Quantised or hooked
+modules, and types other than `nn.Linear`, are not merged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ROOM = 0.2
-"""Part of a GPU's memory that is left free where weights must be copied to lie together: it leaves holes, 2.5 GiB for
-7B, 5 for 13B and 9 to 16 for 34B in a model of torch's allocator."""
+"""Share of a GPU's memory that must be free to copy weights for merging, because copies leave holes: 2.5 GiB for 7B, 5
+for 13B and 9 to 16 for 34B in a model of torch's allocator."""
 
 
 class Pack:
@@ -39,8 +39,8 @@ class Pack:
     _outputs: Sequence[torch.Tensor] = ()
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
-        """Each member's parameters become views of the whole, which is a copy unless they lie together."""
-        self.sizes = [len(each.weight) for each in members]  # a rank's part of a split layer has fewer than it says
+        """Make each member's parameters views of the pack, which is a copy unless they are contiguous already."""
+        self.sizes = [len(each.weight) for each in members]  # not out_features: a shard has fewer
         self.weight = joined([each.weight.data for each in members])
         self.dtype = self.weight.dtype
         has_bias = members[0].bias is not None
@@ -61,24 +61,24 @@ class Pack:
             self._input = given
             self._outputs = self.multiply(given).split(self.sizes, -1)
         part = self._outputs[place]
-        if place == len(self.sizes) - 1:  # the last call of a forward: nothing outlives the layer
+        if place == len(self.sizes) - 1:  # the last call of a forward frees the products
             self._input, self._outputs = None, ()
         return part
 
 
 class PackedLinear(nn.Linear):
-    """A member of a pack; it was an `nn.Linear`, and has its fields."""
+    """A member of a pack, made from an `nn.Linear`, with its fields."""
 
     pack: Pack
     place: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As `nn.Linear`; where gradients are wanted, by its own parameters."""
+        """As `nn.Linear`; uses its own parameters if gradients are enabled."""
         return super().forward(input) if torch.is_grad_enabled() else self.pack.part(self.place, input)
 
 
 class MergedLinear(Rewrite):
-    """Projections of one input become one product on a GPU, if they lie together or while there is room to copy."""
+    """On a GPU, merges projections of one input, if their weights are contiguous or there is room to copy them."""
 
     name, stage = "merged projections", Stage.FASTER
 
@@ -104,7 +104,7 @@ class MergedLinear(Rewrite):
             member.pack, member.place = pack, place
 
     def undo(self, module: nn.Module) -> None:
-        """As Rewrite.undo; the weights stay views of one memory."""
+        """As Rewrite.undo; the weights stay contiguous."""
         members: list[Any] = [each for each in module.children() if isinstance(each, PackedLinear)]
         for member in members:
             del member.pack, member.place
@@ -112,7 +112,7 @@ class MergedLinear(Rewrite):
 
 
 def lie_together(parts: Sequence[torch.Tensor]) -> bool:
-    """True if each part begins in memory where the one before it ends."""
+    """True if the parts are contiguous in memory, in order."""
     if len(set(map(storage_of, parts))) > 1 or not all(each.is_contiguous() for each in parts):
         return False
     ends = [each.storage_offset() + each.numel() for each in parts]
@@ -120,14 +120,14 @@ def lie_together(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts one below the other: their own memory if they lie together, else a copy."""
+    """The parts concatenated: a view if they are contiguous, else a copy."""
     if not lie_together(parts):
         return torch.cat(list(parts))
     return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
 
 
 def has_room_to_pack(device: torch.device) -> bool:
-    """True while ROOM of a GPU's memory is free: what packed weights leave are holes between others."""
+    """True while at least the share ROOM of a GPU's memory is free: merging leaves holes."""
     if device.type != "cuda":
         return True
     free, total = torch.cuda.mem_get_info(device)
@@ -135,7 +135,7 @@ def has_room_to_pack(device: torch.device) -> bool:
 
 
 def fit(members: Sequence[Any]) -> bool:
-    """True for plain layers, whose weights may be laid out as one."""
+    """True for plain layers whose weights may be merged."""
     if not all(type(each) is nn.Linear and _is_plain(each) for each in members):
         return False
     kinds = {(each.in_features, each.weight.dtype, each.weight.device, each.bias is None) for each in members}

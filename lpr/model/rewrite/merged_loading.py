@@ -1,9 +1,9 @@
-"""Weights of projections of one input, laid side by side on a GPU while a checkpoint is read.
+"""Makes the weights of projections of one input contiguous on a GPU while a checkpoint is read.
 
-Laying them out after the load takes memory for each group, and leaves holes of other sizes than the next group needs:
-34B did not load on 80 GB. Here the first weight that arrives brings the memory of all layers. Each one is copied to its
-place, and the memory that it was read into is the next one's. Besides the weights themselves, only what is being read
-is in use (`IN_FLIGHT`). `packing` finds such weights together, and copies nothing.
+Merging them after the load takes memory for each group, and leaves holes that do not fit the next group: 34B did not
+load on 80 GB. Here the memory of all layers is allocated when the first weight arrives. Each weight is copied to its
+place, and its read buffer is reused by the next one, so besides the weights only `IN_FLIGHT` buffers are in use.
+`merged_linear` then finds contiguous weights and copies nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ IN_FLIGHT = 6
 
 @contextmanager
 def laid_side_by_side(device: torch.device) -> Iterator[None]:
-    """Lay out the weights of models that are made within, and whose weights are read to `device`.
+    """Context: models created within get contiguous weights when they are read to `device`.
 
-    torch tells of every module and parameter that is registered; transformers makes modules without memory first, and
+    torch's hooks report every registered module and parameter; transformers first creates modules without memory, and
     then registers each weight as it arrives.
     """
     layout = Layout(device)
@@ -48,9 +48,9 @@ def laid_side_by_side(device: torch.device) -> Iterator[None]:
 
 
 class Layout:
-    """The memory of the models that are being read: of groups, and of the linear layers beside them.
+    """The memory of the linear layers of models that are being read.
 
-    All of it is taken when the first weight arrives, so that nothing is cut out of holes of what is read.
+    All of it is allocated when the first weight arrives, so that no allocation comes from the holes of read buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Layout:
             self._parents[parent] = None
 
     def place(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """A module gets a parameter: the same at its place, if its memory has been taken before."""
+        """Called when a module registers a parameter; returns it copied to its place, if that is allocated."""
         if parameter is None or type(module) is not nn.Linear or parameter.device.type != self.device.type:
             return None
         if self.device.index not in (None, parameter.device.index):
@@ -79,7 +79,7 @@ class Layout:
         return made
 
     def _take(self, members: Sequence[nn.Linear]) -> None:
-        """Take the memory of layers whose weights have not arrived."""
+        """Allocate the memory of layers whose weights have not arrived."""
         for name in ("weight", "bias"):
             held: list[Any] = [getattr(each, name) for each in members]
             if any(each is None or not each.is_meta for each in held):

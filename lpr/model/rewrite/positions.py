@@ -1,6 +1,6 @@
-"""Spots of single families that count cache rows, where a tree needs positions.
+"""Fixes for code of single model families that uses cache rows where a tree needs positions.
 
-The two differ once a step's nodes branch. Each rewrite replaces one spot and changes nothing outside a step.
+The two differ once a step's nodes branch. Each rewrite replaces one function and has no effect outside a step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _relative_logits(
 
 
 class _OutsideSteps:
-    """True outside a step: switches a model's own code off where a rewrite does its work."""
+    """True outside a step: in a step it disables the model's own code, which a rewrite replaces."""
 
     def __init__(self, stock: Any) -> None:
         self.stock = stock
@@ -52,9 +52,9 @@ class _OutsideSteps:
 
 
 class QueryTemperature(EachModule):
-    """Llama 4's layers without rope scale their queries by the position, counted as cached length + row.
+    """Llama 4's layers without rope scale their queries by the position, computed as cached length + row.
 
-    self_check's short text does not reach the first step of that temperature (position 8192 by default).
+    self_check cannot detect it: its short text does not reach the first change of the scale (default: position 8192).
     """
 
     name, stage = "temperature by position", Stage.TREE
@@ -83,7 +83,7 @@ def _scaled(floor_scale: float, attn_scale: float, module: Any, args: Any, query
 
 
 class FalconLayers(Rewrite):
-    """Falcon's layers compare the attention's name with "sdpa", the default: they keep it, in a config of their own."""
+    """Falcon's layers compare the attention's name with "sdpa": they get a config of their own with that name."""
 
     name, stage = "attention name of layers", Stage.TREE
 

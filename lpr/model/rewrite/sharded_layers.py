@@ -1,8 +1,8 @@
-"""The layers of a tensor-parallel replica as plain modules with a collective, which can be packed and compiled.
+"""The layers of a tensor-parallel replica as plain modules with a collective, which can be merged and compiled.
 
-transformers holds a rank's part of a layer as a DTensor and puts the collective into a wrapped `forward`, which a
-compiler does not follow. Here the part is the parameter, and the module's own code calls the collective: torch.compile
-traces it as a functional collective into the one graph of a step, as in gpt-fast. What is computed is the same.
+transformers holds a rank's shard as a DTensor and puts the collective into a wrapped `forward`, which a compiler does
+not trace. Here the shard is the parameter, and the module calls the collective: torch.compile traces it as a functional
+collective into the one graph of a step, as in gpt-fast. The results are the same.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class ReducedLinear(nn.Linear):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """An embedding of which every rank has some rows."""
+    """An embedding that is split along the vocabulary."""
 
     group: dist.ProcessGroup
     first: int  # the first token of them
 
     def forward(self, input: Tensor) -> Tensor:
-        """The embeddings of all tokens, each of which one rank has."""
+        """The embeddings of `input`, all-reduced over the ranks."""
         places = input - self.first
         is_here = (places >= 0) & (places < len(self.weight))
         found = F.embedding(places.clamp(0, len(self.weight) - 1), self.weight) * is_here[..., None]
@@ -67,14 +67,14 @@ class VocabularyHead(nn.Linear):
 
     def whole(self, mine: Tensor) -> Tensor:
         """The logits [..., vocabulary] of which `mine` is this rank's part."""
-        if not mine.shape[:-1].numel():  # of no row, on all ranks
+        if not mine.shape[:-1].numel():  # no row, on all ranks
             return mine.new_empty(*mine.shape[:-1], self.out_features)
         missing = -(-self.out_features // dist.get_world_size(self.group)) - mine.shape[-1]
         parts = self.gather(F.pad(mine, (0, missing)).flatten(0, -2))
         return parts.transpose(0, 1).flatten(1)[:, : self.out_features].unflatten(0, mine.shape[:-1])
 
     def gather(self, words: Tensor) -> Tensor:
-        """The `words` [n, w] of each of the ranks that share the head, [ranks, n, w]."""
+        """All-gather `words` [n, w] over the ranks that share the head: [ranks, n, w]."""
         found = words.new_empty(dist.get_world_size(self.group), *words.shape)
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(found.flatten(0, 1), words.contiguous(), group=self.group)
@@ -82,7 +82,7 @@ class VocabularyHead(nn.Linear):
 
 
 def generic_name(name: str) -> str:
-    """The name of a module or parameter in a plan: with * in the place of the layer's number."""
+    """The name of a module or parameter in a plan: with * instead of the layer's number."""
     return _LAYER_NUMBER.sub("*", name)
 
 
@@ -91,7 +91,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def vocabulary_head(model: PreTrainedModel) -> VocabularyHead | None:
-    """The head of `model`, where it is split and every rank of the replica has tokens."""
+    """The head of `model` if it is split and every rank has tokens; else None."""
     head = model.get_output_embeddings()
     if not isinstance(head, VocabularyHead):
         return None
@@ -100,7 +100,7 @@ def vocabulary_head(model: PreTrainedModel) -> VocabularyHead | None:
 
 
 class ShardedLayers(Rewrite):
-    """Layers that transformers has split become plain ones; those of kinds unknown here stay as they are."""
+    """Replaces layers that transformers has split by plain ones; unknown kinds are kept."""
 
     name, stage = "plain shards", Stage.LOAD
 
@@ -119,7 +119,7 @@ class ShardedLayers(Rewrite):
         made, parts, shards = found
         vars(module).pop("forward", None)
         for key, parameter in list(module.named_parameters(recurse=False)):
-            # A tied parameter remains one; the old one is kept meanwhile, so that no other gets its id.
+            # Tied parameters stay tied. The old one is kept alive so that its id is not reused.
             parts.setdefault(id(parameter), (parameter, nn.Parameter(local(parameter.detach()), requires_grad=False)))
             setattr(module, key, parts[id(parameter)][1])
         module.__class__ = made
@@ -135,7 +135,7 @@ def make_plain(model: PreTrainedModel, plan: Mapping[str, str], group: dist.Proc
 
 
 def _class_of(module: nn.Module, style: str, is_head: bool) -> type[nn.Module] | None:
-    """The class of a plain module that does what `style` does with `module`, or None."""
+    """The class of a plain module equivalent to `module` with `style`; None if unknown."""
     if style in ("replicate", "replicated_with_grad_allreduce"):
         return type(module)
     if type(module) is nn.Linear:
@@ -153,7 +153,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def still_split(model: nn.Module) -> Iterator[str]:
-    """The names of modules whose parts only the code that split the model knows how to use."""
+    """The names of modules that still depend on transformers' tensor-parallel wrappers."""
     for name, module in model.named_modules():
         is_dtensor = any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
         if is_dtensor or type(module).__module__.startswith("deepspeed."):

@@ -1,8 +1,9 @@
-"""All that lpr changes of a foreign model: one ordered list, and one table of what does not go together.
+"""All changes that lpr makes to a transformers model: one ordered list of rewrites, and one table of their conflicts.
 
-`rewrite` carries out the list of a stage and says of the rest why not. transformers' own `WeightConverter` merges
-weights at load too, but into modules of other names, which a modelling file has to have; `use_kernel_forward_from_hub`
-marks classes only where the package kernels is installed. Neither serves a model that keeps its modules and names.
+`rewrite` applies the rewrites of a stage and returns the reason for each one that does not apply. transformers'
+`WeightConverter` also merges weights at load, but into modules with other names, which the modelling file must have;
+`use_kernel_forward_from_hub` marks classes only if the package kernels is installed. Neither works for a model that
+keeps its modules and names.
 """
 
 from __future__ import annotations
@@ -53,18 +54,18 @@ REWRITES: tuple[Rewrite, ...] = (
     FixedExperts(),
     COMPILED,
 )
-"""In the order in which they are carried out: layers need merged weights, and products are pinned as they then are."""
+"""In the order of application: fused layers need merged weights, and exact mode pins the resulting products."""
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """A rewrite, and the mode or rewrite that it yields to."""
+    """A rewrite, and the mode or rewrite that excludes it."""
 
     losers: tuple[type[Rewrite], ...]
-    winner: str | type[Rewrite]  # a mode (Setting.modes), or a rewrite that is carried out or chosen
+    winner: str | type[Rewrite]  # a mode (Setting.modes), or an applied or chosen rewrite
     reason: str
-    only: str = ""  # the mode in which they conflict; none: in all
-    unless: type[Rewrite] | None = None  # chosen, it lifts the conflict
+    only: str = ""  # the mode in which they conflict; "": all modes
+    unless: type[Rewrite] | None = None  # lifts the conflict if it is chosen
 
 
 _FUSED = (DecoderLayers, GatedMlps, RmsNorms)
@@ -82,11 +83,11 @@ CONFLICTS = (
     Conflict((CompiledModel,), DecoderLayers, "whole layers are computed by few calls", only="compile=auto"),
     Conflict((GatedMlps, RmsNorms), CompiledModel, "the compiler fuses them"),
 )
-"""The first that applies counts."""
+"""The first applicable conflict is used."""
 
 
 def why_not(rewrite: Rewrite, model: nn.Module, setting: Setting) -> str | None:
-    """The reason why `model` does not get `rewrite`, by its own needs or by CONFLICTS; None if it does."""
+    """The reason why `rewrite` does not apply to `model`, its own or by CONFLICTS; None if it applies."""
     if (why := rewrite.why_not(model, setting)) is not None:
         return why
     for each in CONFLICTS:
@@ -117,7 +118,7 @@ class Line:
 
 
 def rewrite(model: nn.Module, setting: Setting, *stages: Stage) -> list[Line]:
-    """Carry out the rewrites of some stages, as far as `model` has their modules and nothing conflicts."""
+    """Apply the rewrites of `stages` that match modules of `model` and have no conflict; returns all outcomes."""
     lines = []
     for each in REWRITES:
         if each.stage in stages:
@@ -128,7 +129,7 @@ def rewrite(model: nn.Module, setting: Setting, *stages: Stage) -> list[Line]:
 
 
 def undo_forwards(model: nn.Module) -> bool:
-    """Let all modules compute by their own forwards again; false if they did. Their weights stay merged."""
+    """Restore all modules' own forwards; False if none was replaced. Weights stay merged."""
     found = [each for each in REWRITES if isinstance(each, NewForward) and each.name in done_to(model)]
     for each in found:
         undo(each, model)
@@ -136,7 +137,7 @@ def undo_forwards(model: nn.Module) -> bool:
 
 
 def dry_run(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> list[Line]:
-    """What an engine on a kind of device would do to its own model of `config`: it is done to one without memory."""
+    """The rewrites that an engine would apply to a model of `config` on a device type, tried on the meta device."""
     with torch.device("meta"):
         model = empty_decoder(config)
     nn.Module.to(model, dtype=dtype).eval()

@@ -1,5 +1,5 @@
-"""Choosing next tokens from logits: greedy and sampled, with limits, logits processors and grammars.
+"""Sampling of next tokens: greedy and sampled, with top-k, top-p, min-p, logits processors and grammars.
 
-`sampler` makes results of logits. `selection` holds the parameters, `choice` chooses. `specification` defines the
-choice; `in_cpp` makes it on a CPU, `kernels.sampling_kernel` on a GPU, `parts` where ranks share a vocabulary.
+`sampler` turns logits into results. `selection` holds the parameters, `choice` samples. `specification` defines the
+choice; `in_cpp` implements it on a CPU, `kernels.sampling_kernel` on a GPU, `parts` vocab-parallel.
 """

@@ -1,8 +1,8 @@
-"""Choosing next tokens: a deterministic function of (logits, seed, position), greedy and sampling alike.
+"""Sampling of next tokens: a deterministic function of (logits, seed, position), for greedy and sampled requests.
 
 Sampling is the Gumbel-max trick with noise keyed by (request seed, absolute position, token id): `argmax(logits /
 temperature + gumbel)` samples softmax(logits / temperature) exactly. There is no random state (docs/rules.md, R4).
-`specification.pick` defines what is chosen; `in_cpp.draw` and `kernels.sampling_kernel.choose` find the same faster.
+`specification.pick` defines the choice; `in_cpp.draw` and `kernels.sampling_kernel.choose` compute the same faster.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def choose(logits: Tensor, selection: Selection, fixed_shapes: bool = False) -> 
 
 
 def pick(logits: Tensor, selection: Selection, fixed_shapes: bool = False) -> Tensor:
-    """The argmax [n] int64 of tempered, limited, noised logits [n, V]; NOT_A_NUMBER where there is no such thing."""
+    """The argmax [n] int64 of logits [n, V] after temperature, limits and noise; NOT_A_NUMBER if there is none."""
     on_cpu = logits.device.type == "cpu" and not fixed_shapes
     if on_cpu and not selection.sampled:
         return in_cpp.best_tokens(logits)
@@ -48,7 +48,7 @@ def pick(logits: Tensor, selection: Selection, fixed_shapes: bool = False) -> Te
 
 
 def pick_with_totals(logits: Tensor, selection: Selection, fixed_shapes: bool = False) -> tuple[Tensor, Tensor]:
-    """As `pick`, and the totals [n] of score and noise of what is chosen, NaN where there is no choice."""
+    """As `pick`, and the totals [n] of score and noise of the chosen tokens, NaN if there is no choice."""
     if logits.is_cuda and selection.sampled:
         return gpu_pick(logits.device)(logits, selection)
     if fixed_shapes or not selection.sampled or native.choose_rows is None or logits.device.type != "cpu":
@@ -64,7 +64,7 @@ def pick_with_totals(logits: Tensor, selection: Selection, fixed_shapes: bool = 
 def gpu_pick(device: torch.device) -> Callable[[Tensor, Selection], tuple[Tensor, Tensor]]:
     """The function that samples on a GPU, with totals: the kernel, if it works here, else the specification.
 
-    The first call compiles and tries it, so it must not be made while a graph is captured: the self-check makes it.
+    The first call compiles and tests the kernel, which is impossible during a graph capture: the self-check makes it.
     """
 
     def by_kernel(logits: Tensor, selection: Selection) -> Tensor:
@@ -77,15 +77,15 @@ def gpu_pick(device: torch.device) -> Callable[[Tensor, Selection], tuple[Tensor
 
 
 _KERNEL = "lpr.model.kernels.sampling_kernel"
-MOST_LIKELY = 32  # the most likely tokens that the kernel finds: it goes through a block once for each
+MOST_LIKELY = 32  # most top tokens for which the kernel is used: it scans a block once for each
 TRIED = ((64, 1000), (6, 32_000), (2, 152_064))
-"""Rows and vocabularies that a kernel is tried with: one block of it, and many."""
+"""(Rows, vocabulary size) with which a kernel is tested: one block, and many."""
 ROWS_AT_ONCE = 64
 """Rows whose log-probabilities are computed together, which bounds the memory of their float32 copies."""
 
 
 def tried_logits(sizes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """Logits [rows, vocabulary] to try a kernel with: of few values, so that all its blocks have the same ones.
+    """Logits [rows, vocabulary] to test a kernel: with few distinct values, so that its blocks have ties.
 
     Every other row has the largest of them many times.
     """
@@ -102,9 +102,9 @@ def agrees(
     otherwise: str,
     sizes: Sequence[tuple[int, int]] = (),
 ) -> bool:
-    """True if `choose` gives the specification's tokens on `device`; else it logs `otherwise` and the reason.
+    """True if `choose` gives the specification's tokens on `device`; else logs the reason and `otherwise`.
 
-    The first row of each of `sizes`, by default TRIED, is greedy.
+    The first row of each of `sizes` (default: TRIED) is greedy.
     """
     try:
         for logits in tried_logits(sizes or TRIED):
@@ -121,10 +121,10 @@ def agrees(
 
 
 def log_probabilities(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
-    """Of every row of `logits` [n, V] what the model itself gives its `chosen` [n] token and the `count` likeliest.
+    """Log-probabilities, per row of unprocessed `logits` [n, V], of the `chosen` [n] token and the `count` likeliest.
 
-    Returns int32 [n, 1 + 2 count]: the bits of the chosen one's float32 log-probability, ids, the bits of theirs.
-    Float32 copies are made of ROWS_AT_ONCE rows.
+    Returns int32 [n, 1 + 2 count]: the bits of the chosen token's float32 log-probability, ids, and the bits of their
+    log-probabilities. Float32 copies are made of ROWS_AT_ONCE rows at a time.
     """
     pieces = zip(logits.split(ROWS_AT_ONCE), chosen.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([_log_probabilities(rows, tokens, count) for rows, tokens in pieces])
@@ -148,7 +148,7 @@ def candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `specification.likeliest`, on a GPU by a kernel."""
+    """As `specification.likeliest`, with a kernel on a GPU."""
     find = gpu_likeliest(logits.device) if logits.is_cuda and count <= MOST_LIKELY else specification.likeliest
     return find(logits, count)
 
@@ -183,6 +183,6 @@ def score_steps(log_probs: Tensor) -> Tensor:
 
 
 def four_to_a_word(scores: Tensor) -> Tensor:
-    """Bytes [n, k] as int32 [n, ceil(k / 4)], as they travel."""
+    """Bytes [n, k] packed as int32 [n, ceil(k / 4)], the format of the payload."""
     missing = -scores.shape[1] % 4
     return (torch.nn.functional.pad(scores, (0, missing)) if missing else scores).view(torch.int32)

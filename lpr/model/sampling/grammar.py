@@ -1,6 +1,6 @@
-"""Outputs that keep to a grammar: a JSON schema, a regular expression or a context-free grammar, by llguidance.
+"""Grammar-constrained decoding with llguidance: a JSON schema, a regular expression or a context-free grammar.
 
-The processor is a function of its arguments: it goes back to where a path leaves the one that it saw last.
+The processor is a function of its arguments: it rolls back to where a path leaves the last one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lpr.core.grammar import matcher
 from lpr.model.transfer import to_device
 
 MOST_KEPT, MOST_BYTES = 64, 256 << 20
-"""Compiled grammars that are kept, and their memory: the choices of a request have one grammar, and clients send the
-same one again."""
+"""Most cached compiled grammars, and their bytes: the choices of a request share a grammar, and clients send the same
+one again."""
 BYTES_PER_SECOND = 64 << 20
-"""Memory that a grammar counts for at least, by the time of its compilation: it may lie where another one was freed,
-which no count of the process shows. `multipleOf` with a large number takes 0.4 s and 23 MB."""
+"""Lower bound of a grammar's memory, per second of its compilation: the growth of the process misses memory that reuses
+freed blocks. `multipleOf` with a large number takes 0.4 s and 23 MB."""
 
 
 class Compiler:
-    """Compiles grammars in a thread, so that steps go on: llguidance releases the interpreter's lock.
+    """Compiles grammars in a thread while steps run: llguidance releases the GIL.
 
-    It holds llguidance's tokenizer for one of ours, which takes seconds to build for a large vocabulary.
+    It holds llguidance's form of a tokenizer, which takes seconds to build for a large vocabulary.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -44,7 +44,7 @@ class Compiler:
         self._thread = ThreadPoolExecutor(1, "grammars")
 
     def begin(self, grammar: str) -> Future[tuple[Any, int]]:
-        """Compile a grammar, unless it is kept; the result is its matcher and its size in bytes."""
+        """Compile a grammar, unless it is cached; the result is its matcher and its size in bytes."""
         if grammar not in self._compiled:
             self._compiled[grammar] = self._thread.submit(self._compile, grammar)
         self._compiled.move_to_end(grammar)
@@ -65,7 +65,7 @@ class Compiler:
 
             self._known = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
         with suppress(OSError, AttributeError):  # glibc only
-            ctypes.CDLL(None).malloc_trim(0)  # what was dropped since the last one
+            ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
         before, began = memory_used(), time.thread_time()
         found = matcher(self._known, grammar)
         least = int((time.thread_time() - began) * BYTES_PER_SECOND)
@@ -73,7 +73,7 @@ class Compiler:
 
 
 def memory_used() -> int:
-    """Bytes of memory that this process has; 0 where the system does not say."""
+    """Resident bytes of this process; 0 if unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -94,9 +94,9 @@ def compiler_of(tokenizer: Any, vocab_size: int) -> Compiler:
 
 
 def begin(grammar: str, tokenizer: Any | None, vocab_size: int) -> Future[tuple[Any, int]] | None:
-    """Compile a grammar beside the steps, before a request needs it; errors are left to that request.
+    """Compile a grammar in the background, before a request needs it; that request reports errors.
 
-    None where no grammar can be compiled.
+    None if grammars are not supported here.
     """
     if tokenizer is None or find_spec("llguidance") is None:
         return None
@@ -105,7 +105,7 @@ def begin(grammar: str, tokenizer: Any | None, vocab_size: int) -> Future[tuple[
 
 @lru_cache(MOST_KEPT)
 def _problem(grammar: str) -> str:
-    """Why a grammar cannot be read; "" if it can."""
+    """The reason why a grammar is invalid; "" if it is valid."""
     import llguidance
 
     found: str = llguidance.LLMatcher.validate_grammar(grammar)
@@ -113,12 +113,12 @@ def _problem(grammar: str) -> str:
 
 
 class Grammar:
-    """A logits processor that leaves the tokens with which an output can still keep to a grammar."""
+    """A logits processor that allows only tokens with which the output can still match a grammar."""
 
     def __init__(self, grammar: str, num_prompt: int, tokenizer: Any) -> None:
-        """Constrain what follows the first `num_prompt` tokens to `grammar`, in llguidance's JSON form.
+        """Constrain the output after the first `num_prompt` tokens to `grammar`, in llguidance's JSON form.
 
-        Raises InputError where llguidance is not installed, the grammar cannot be read, or there is no tokenizer.
+        Raises InputError if llguidance is not installed, the grammar is invalid, or there is no tokenizer.
         """
         if find_spec("llguidance") is None:
             raise InputError("grammars need the package llguidance: pip install 'lpr[grammar]'")
@@ -134,12 +134,12 @@ class Grammar:
         self._mask: np.ndarray = np.empty(0, np.int32)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The scores [1, V] after a path [1, L]: -inf where the grammar cannot go on."""
+        """The scores [1, V] after a path [1, L]: -inf for tokens that the grammar forbids."""
         try:
             self._fill(input_ids[0, self._num_prompt :].tolist(), scores.shape[1])
         except (Exception, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as failure:  # a panic of Rust: it ends the request, not the rank
+        except BaseException as failure:  # a Rust panic ends the request, not the rank
             raise RuntimeError(f"llguidance has failed: {failure}") from failure
         bits = np.unpackbits(self._mask.view(np.uint8)[0], bitorder="little")[: scores.shape[1]]
         allowed = to_device(bits.astype(bool), scores.device)

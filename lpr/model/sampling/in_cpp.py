@@ -1,6 +1,6 @@
 """Choosing tokens on a CPU in C++ (native/sampling.h): the ids of `specification.pick`, candidates, guesses.
 
-The specification itself decides the rows where rounding would matter, two in a hundred thousand.
+Rows in which rounding could decide (about 2 in 100,000) are computed by the specification itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lpr.model.sampling import specification
 from lpr.model.sampling.selection import Selection
 from lpr.model.threads import team_size
 
-_NONE, _DOUBT = -1, -2  # the extension's codes of a row without a choice, and of one that is too close to call
+_NONE, _DOUBT = -1, -2  # the extension's codes: no choice; too close to decide in float32
 
 
 def draw(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
@@ -38,7 +38,7 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
         logits, found = _readable(logits), np.empty(len(logits), np.int64)
         native.best_rows(*_place(logits), team_size(), found)
         return _chosen(found)
-    values = logits.float().numpy()  # several times as fast as torch, and like torch takes a NaN for the largest
+    values = logits.float().numpy()  # numpy is several times as fast, and also treats NaN as the largest
     found = values.argmax(1)
     return _chosen(np.where(values[np.arange(len(found)), found] > -np.inf, found, _NONE))
 
@@ -68,10 +68,10 @@ def guesses(
 
 
 def drafts(logits: torch.Tensor, selection: Selection, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a copy drafts by `logits` [n, V] on a CPU: tokens [n, k], first its choice, and their odds [n, k].
+    """A low-bit copy's draft from `logits` [n, V] on a CPU: tokens [n, k], its choice first, and their odds [n, k].
 
-    The choice is that of `draw`, or either of two that are too close to call; NOT_A_NUMBER where there is none. Odds
-    are those of being chosen, over the odds of the likeliest token.
+    The choice is that of `draw`, or either one of a near tie; NOT_A_NUMBER if there is none. Odds of being chosen are
+    relative to those of the likeliest token.
     """
     assert native.draft_rows is not None
     logits, k = _readable(logits), min(k, logits.shape[1])
@@ -81,7 +81,7 @@ def drafts(logits: torch.Tensor, selection: Selection, k: int) -> tuple[torch.Te
 
 
 def _readable(logits: torch.Tensor) -> torch.Tensor:
-    """Logits in a type that the extension reads, with the values of a row side by side."""
+    """Logits in a dtype that the extension reads, with contiguous rows."""
     logits = logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()
     return logits if logits.stride(1) == 1 else logits.contiguous()
 

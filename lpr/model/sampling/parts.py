@@ -1,10 +1,10 @@
-"""Vocab-parallel sampling: each rank of a replica chooses among its own tokens, and a few words per row are gathered.
+"""Vocab-parallel sampling: each tp rank samples from its own tokens, and a few words per row are gathered.
 
-A rank makes the noise of its own tokens only and sends the best total of score and noise, its token, its likeliest
-tokens and the sum of its weights. The best of the best is the token that `choice.pick` chooses from the whole row.
-Limits take two exchanges and a GPU kernel (kernels.parts_code): first each rank's list of tokens that would win under
-some limits, and its TOP_K largest scores; then, per listed token, the weight in front of it. Ranks choose from gathered
-logits for limits on a CPU, for a larger top-k, for log-probabilities and for processors.
+A rank computes the noise of its own tokens only, and sends its best total of score and noise, that token, its likeliest
+tokens and the sum of its weights. The best over all ranks is the token that `choice.pick` would choose from the whole
+row. With top-k, top-p or min-p there are two exchanges and a GPU kernel (kernels.parts_code): first each rank's list of
+tokens that could win under some limits, and its TOP_K largest scores; then, per listed token, the weight before it.
+Full logits are gathered for limits on a CPU, for a larger top-k, for log-probabilities and for processors.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from lpr.model.sampling.choice import TRIED, agrees, likeliest, pick_with_totals
 from lpr.model.sampling.selection import TOP_K, Selection
 
 LENGTH = 64
-"""Tokens that a rank lists per row. Of V tokens log(V) + 0.6 are expected, 12 of 128k, if the scores are all equal,
-and fewer if not: a longer list has a probability below 1e-22 (a sum of independent records), and makes a row without a
-choice, never a wrong one."""
+"""Length of a rank's list per row. Expected are at most log(V) + 0.6 tokens (12 for 128k; a sum of independent
+records). A longer list has a probability below 1e-22, and gives a row without a choice, never a wrong choice."""
 
 
 def may_be_in_parts(selection: Selection, with_limits: bool = False) -> bool:
-    """True if the tokens of `selection` can be chosen part by part; `with_limits`: limits can."""
+    """True if `selection` can be sampled vocab-parallel; `with_limits` if that holds for limits too."""
     if selection.processor_paths or selection.num_logprobs is not None:
         return False
     return not selection.filtered or (with_limits and not selection.is_wide)
@@ -37,9 +36,9 @@ def may_be_in_parts(selection: Selection, with_limits: bool = False) -> bool:
 def choose_in_part(
     logits: Tensor, selection: Selection, first: int, num_candidates: int, fixed_shapes: bool = False
 ) -> Tensor:
-    """A rank's message: int32 [n, 2 or 3 + 2k] of its part `logits` [n, v], whose first column is token `first`.
+    """A rank's message: int32 [n, 2 or 3 + 2k] from its part `logits` [n, v], whose first column is token `first`.
 
-    The bits of the best total (NaN where the part has no choice, -inf where it has no token), its token, `_likeliest`.
+    It has the bits of the best total (NaN: no valid choice; -inf: no token), that token, and `_likeliest`.
     """
     chosen, totals = pick_with_totals(logits, selection.from_token(first), fixed_shapes)
     if selection.sampled:
@@ -49,12 +48,12 @@ def choose_in_part(
 
 
 def _likeliest(logits: Tensor, first: int, num_candidates: int) -> list[Tensor]:
-    """The last 1 + 2k words of a row, none if k is 0: of the logarithm of all weights, k logits and their tokens."""
+    """The last 1 + 2k words of a row (none if k is 0): the log of the sum of weights, k logits and their tokens."""
     if not num_candidates:
         return []
     top, tokens, sums = likeliest(logits, num_candidates)
     tokens = tokens + first
-    if missing := num_candidates - top.shape[1]:  # padding by nothing is a copy, a launch on a GPU
+    if missing := num_candidates - top.shape[1]:  # padding with 0 columns would launch a copy
         top = torch.nn.functional.pad(top, (0, missing), value=-torch.inf)
         tokens = torch.nn.functional.pad(tokens, (0, missing))
     return [sums[:, None].view(torch.int32), top.contiguous().view(torch.int32), tokens.int()]
@@ -117,7 +116,7 @@ def choose_within_limits(
     (scores, tokens, totals), kept, top = _listed(parts, selection, length)
     sums = weights.contiguous().view(torch.float64)
     total = sums[0]
-    for each in sums[1:]:  # one after the other: the same bits on every rank, with any backend
+    for each in sums[1:]:  # in order: the same bits on every rank, with any backend
         total = total + each
     before, whole = total[:, :-1], total[:, -1:]
     ids = tokens.long()

@@ -1,10 +1,10 @@
-"""Logits processors on a token tree: called where plain decoding would call them, with the ids it would have.
+"""Logits processors on a token tree: called at the same places and with the same ids as in plain decoding.
 
 A processor is any callable `(input_ids [1, L] int64, scores [1, V] float32) -> scores [1, V]`, such as those of
 transformers. A node's `input_ids` are its path: the committed tokens and the nodes from the root down to it. Only nodes
-on the path that the choices follow are processed, from the root downwards, one call each; the others keep the choice of
-the unprocessed logits as a guess. With one rank a processor is called once per emitted token and in order, and may keep
-a state. With several, each rank processes the nodes of its shard, so a processor must be a function of its arguments.
+on the path of chosen tokens are processed, from the root downwards, one call each; other nodes keep the choice from
+unprocessed logits as a guess. With one rank a processor is called once per emitted token, in order, and may be
+stateful. With several, each rank processes the nodes of its shard, so a processor must be a pure function.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from lpr.model.transfer import to_device
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 Pick = Callable[[Tensor, np.ndarray], Tensor]
-"""`pick(scores [m, V], rows [m])` chooses the next tokens [m] int64 of rows of the step, or NOT_A_NUMBER."""
+"""`pick(scores [m, V], rows [m])` samples the next tokens [m] int64 of rows of the step; NOT_A_NUMBER for none."""
 
 NOTHING_LEFT = "the logits processors left no token to choose"
 
 
 class Processors:
-    """The processors of one request, in the order in which they are applied, and what went wrong in them."""
+    """The processors of one request, in order of application, and the last failure."""
 
     def __init__(self, functions: Sequence[Processor]) -> None:
         self.functions = tuple(functions)
-        self.failure: str | None = None  # one line on why the last failed node failed, on the rank that evaluated it
+        self.failure: str | None = None  # error message of the last failed node, on the rank that evaluated it
 
     @property
     def are_row_by_row(self) -> bool:
-        """True if one call for many paths of equal length gives the results of a call each."""
+        """True if one call for many paths of equal length gives the same results as a call for each."""
         return all(is_row_by_row(function) for function in self.functions)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor | None:
@@ -49,7 +49,7 @@ class Processors:
             name = getattr(function, "__name__", type(function).__name__)
             try:
                 scores = function(input_ids, scores)
-            except Exception as failure:  # users' code: anything can come, and it concerns this request only
+            except Exception as failure:  # users' code may raise any type; only this request fails
                 self.failure = f"logits processor {name} failed: {type(failure).__name__}: {first_line(failure)}"[:300]
                 return None
             if not isinstance(scores, Tensor) or scores.shape != shape:
@@ -91,21 +91,21 @@ class Processors:
 
 
 class OutputPenalty:
-    """Penalties for what the output holds already, as OpenAI's API defines them (the prompt does not count)."""
+    """Presence and frequency penalties of OpenAI's API, for tokens of the output (the prompt does not count)."""
 
     def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
         self.num_prompt, self.presence, self.frequency = num_prompt, presence, frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         num_rows, vocabulary = scores.shape
-        output = input_ids[:, self.num_prompt :].clamp(max=vocabulary)  # what the model cannot say: a spare column
+        output = input_ids[:, self.num_prompt :].clamp(max=vocabulary)  # ids without a logit go to a spare column
         counts = torch.zeros(num_rows, vocabulary + 1, dtype=torch.int64, device=scores.device)
         counts = counts.scatter_add_(1, output, torch.ones_like(output))[:, :vocabulary]
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 class Forced:
-    """Leaves one token to choose at each place of an output that begins with `ids`."""
+    """Forces the output to begin with `ids`."""
 
     def __init__(self, ids: Sequence[int], num_prompt: int) -> None:
         self.ids, self.num_prompt = ids, num_prompt
@@ -135,17 +135,17 @@ _STOCK = (
     "NoRepeatNGram", "RepetitionPenalty", "SequenceBias", "SuppressTokensAtBegin", "SuppressTokens",
 )  # fmt: skip
 ROW_BY_ROW = {Forced, LogitBias, OutputPenalty, *(getattr(stock, f"{name}LogitsProcessor") for name in _STOCK)}
-"""Processors, of exactly these types, that keep no state of the text and compute each row element by element."""
+"""Stateless processors (exactly these types) that compute each row separately."""
 
 
 def is_row_by_row(function: Processor) -> bool:
-    """True for the types in ROW_BY_ROW, unless an ignored length per row of a batch makes the rows unlike."""
+    """True for the types in ROW_BY_ROW, unless an ignored length is given per row of a batch."""
     return type(function) in ROW_BY_ROW and not isinstance(getattr(function, "prompt_ignore_length", None), Tensor)
 
 
 @dataclass
 class ProcessorPath:
-    """The results of one sequence in a step, for following its choices through its processors."""
+    """The evaluated nodes of one sequence in a step, whose choices go through its processors."""
 
     processors: Processors
     tokens: Sequence[int]  # committed tokens, the root included
@@ -156,7 +156,7 @@ class ProcessorPath:
     def follow(self, logits: Tensor, chosen: Tensor, pick: Pick) -> None:
         """Replace this sequence's part of `chosen` [n] by processed choices; `logits` are the step's [n, V].
 
-        On a device for which the host would wait, all nodes are chosen for where the processors permit it.
+        On a GPU all nodes are processed without waiting for the device, if the processors permit it.
         """
         if logits.device.type != "cpu" and self.processors.are_row_by_row:
             if self.choose_all(logits, chosen, pick):
@@ -165,13 +165,13 @@ class ProcessorPath:
         self.walk(logits, chosen, pick)
 
     def choose_all(self, logits: Tensor, chosen: Tensor, pick: Pick) -> bool:
-        """Processed choices for every node, by a call for each depth, without waiting; False if a processor failed."""
+        """Choices for every node, with one call per depth and no synchronisation; False if a processor failed."""
         paths: list[list[int]] = []  # below the root
         for parent, token in zip(self.node_parents, self.node_tokens, strict=True):
             paths.append([*paths[parent], token] if parent >= 0 else [])
         order = sorted(range(len(paths)), key=lambda node: len(paths[node]))
         flat = [token for node in order for token in paths[node]]
-        # One copy holds all that the device has to know.
+        # One copy to the device.
         words = to_device(np.array([*order, *self.tokens, *flat], np.int64), logits.device)
         nodes, committed, rest = words.split([len(order), len(self.tokens), len(flat)])
         scores = logits[self.start : self.start + len(order)].index_select(0, nodes).float()
@@ -188,7 +188,7 @@ class ProcessorPath:
         codes = pick(torch.cat(processed), self.start + np.array(order))
         mine = chosen[self.start : self.start + len(order)]
         broken = mine.index_select(0, nodes) == NOT_A_NUMBER
-        self.processors.failure = NOTHING_LEFT  # the only way in which a node can fail from here on
+        self.processors.failure = NOTHING_LEFT  # the only failure that is still possible
         codes = torch.where((codes == NOT_A_NUMBER) & ~broken, PROCESSOR_FAILED, codes)
         if len(order) > 1:
             codes = torch.where(broken, NOT_A_NUMBER, codes)
@@ -196,7 +196,7 @@ class ProcessorPath:
         return True
 
     def walk(self, logits: Tensor, chosen: Tensor, pick: Pick) -> None:
-        """Processed choices along their own path, guesses elsewhere; each call of `pick` waits for the device."""
+        """Choices along their own path, guesses elsewhere; each call of `pick` waits for the device."""
         mine = chosen[self.start : self.start + len(self.node_tokens)]
         broken = mine == NOT_A_NUMBER
         mine.copy_(torch.where(broken, mine, as_guess(0) - mine))
@@ -207,7 +207,7 @@ class ProcessorPath:
         input_ids = to_device(np.array([self.tokens], np.int64), logits.device)
         node: int | None = 0
         while node is not None:
-            # Alone in its step a root cannot have caught another node's NaN; a processor may be there to repair it.
+            # If the root is alone, its NaN is its own, and a processor may replace it.
             if is_broken[node] and len(is_broken) > 1:
                 return
             row = self.start + node

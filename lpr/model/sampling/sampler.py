@@ -15,21 +15,21 @@ from lpr.model.step_inputs import Row
 
 
 class Sampler:
-    """Samples the next tokens of a step; with a `part` of the vocabulary, together with the ranks of the others."""
+    """Samples the next tokens of a step; with a `part` of the head, vocab-parallel."""
 
     def __init__(self, part: VocabularyHead | None = None) -> None:
-        """With a `part`, ranks choose each among their own logits wherever that can be."""
+        """With a `part`, tp ranks sample from their own logits if possible."""
         self.part = part
         self._limits_in_parts = False
 
     def in_parts(self, selection: Selection) -> bool:
-        """True if every rank chooses among its own part of the logits."""
+        """True if `selection` is sampled vocab-parallel."""
         return self.part is not None and may_be_in_parts(selection, self._limits_in_parts)
 
     def results(self, logits: Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False) -> Tensor:
         """Int32 [n, result_words(k)] of `logits` [n, V]: next token, k candidates, and their k scores, four a word.
 
-        Behind them is what `log_probabilities` returns, if asked for. Where `in_parts`, `logits` are this rank's part.
+        Then the words of `log_probabilities`, if requested. With `in_parts`, `logits` are this rank's part.
         """
         if self.in_parts(selection):
             assert self.part is not None
@@ -44,7 +44,7 @@ class Sampler:
         return (columns[0] if len(columns) == 1 else torch.cat(columns, 1)).to(torch.int32)
 
     def check_part(self, adapter: Adapter) -> None:
-        """Drop the part, on all ranks, where the head's own part differs from that part of the gathered logits."""
+        """Disable vocab-parallel sampling on all ranks if the head's part differs from that part of gathered logits."""
         if self.part is None:
             return
         found = []

@@ -17,9 +17,9 @@ from lpr.native import selection_words
 
 _MASK64 = 2**64 - 1
 COLDEST = 1e-30
-"""Lower temperatures count as this one: logits over it differ by far more than any noise, and no logit overflows."""
+"""Lower bound of temperatures: at it, scores differ by far more than any noise, and none overflows."""
 TOP_K = 64
-"""The largest top-k that ranks with a part of the vocabulary each apply together (lpr.model.sampling.parts)."""
+"""The largest top-k of vocab-parallel sampling (lpr.model.sampling.parts)."""
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Selection:
         """`requests` holds, per sequence in order, its parameters and the positions of the tokens to be chosen."""
         if not any([params.temperature > 0 for params, _ in requests]):
             return cls(torch.empty(0, dtype=torch.int32), 0, 0, sampled=False, filtered=False)
-        # A top_k beyond any vocabulary is no limit either way.
+        # Clamped to int32: a top_k above the vocabulary size is no limit.
         choices = [
             (
                 each.seed & _MASK64,
@@ -64,13 +64,13 @@ class Selection:
         return cls(torch.from_numpy(words), len(words) - 5 * count, count, True, filtered, is_wide).to(device)
 
     def to(self, device: torch.device | None) -> Selection:
-        """The same on `device`, by one asynchronous copy."""
+        """This selection on `device`, by one asynchronous copy."""
         if device is None or not self.sampled or device == self.words.device:
             return self
         return replace(self, words=to_device(self.words.numpy(), device))
 
     def from_token(self, first: int) -> Selection:
-        """The same for logits whose first column is that token's."""
+        """This selection for logits whose first column is token `first`."""
         return replace(self, first_token=first)
 
     def _column(self, index: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Selection:
 
     @cached_property
     def key_of(self) -> torch.Tensor:
-        """[n] int64: which of the keys is the row's."""
+        """[n] int64: each row's index in `keys`."""
         return self._column(0).long()
 
     @cached_property

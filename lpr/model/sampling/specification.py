@@ -1,4 +1,4 @@
-"""The specification of a choice, in operators of fixed shapes: for devices without a kernel, and for the tests.
+"""The specification of sampling, in operators of fixed shapes: for devices without a kernel, and for tests.
 
 Its noise is a pure function of (seed, position, token id), from the same integers on every device.
 """
@@ -13,17 +13,17 @@ from lpr.model.sampling.selection import Selection
 
 
 def pick(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
-    """The argmax [n] int64 of tempered, limited, noised logits [n, V]; NOT_A_NUMBER where there is no such thing."""
+    """The argmax [n] int64 of logits [n, V] after temperature, limits and noise; NOT_A_NUMBER if there is none."""
     return choose(logits, selection)[0]
 
 
 def choose(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `pick`, and what the chosen tokens have of score and noise [n], a NaN where there is no choice.
+    """As `pick`, and the totals [n] of score and noise of the chosen tokens, NaN if there is no choice.
 
-    Kernels are few, as they are launched in every step: masks are filled in place, and scores kept in their own dtype.
+    It uses few kernels, because it runs in every step: masks are filled in place, and scores keep their dtype.
     """
     if not selection.sampled:
-        best = logits.max(-1)  # unlike argmax it also shows a NaN, at the same price
+        best = logits.max(-1)  # unlike argmax it also returns a NaN, at the same cost
         return torch.where(best.values > -torch.inf, best.indices, NOT_A_NUMBER), best.values
     scores = logits.float()
     broken = scores.amax(-1).isnan()
@@ -51,8 +51,8 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
 def limit(scaled: torch.Tensor, selection: Selection) -> torch.Tensor:
     """Apply top-k, then top-p, then min-p to tempered logits [n, V], in transformers' order; excluded: -inf.
 
-    Tokens with the score of the k-th stay. Among equal scores, top-p counts the lowest ids first. Probabilities are
-    float64: in float32 the sum over a vocabulary of 262k loses a part of 1e-4, which would be the order's doing.
+    Ties with the k-th score are kept. Among equal scores, top-p counts the lowest ids first. Probabilities are float64:
+    in float32 the sum over a vocabulary of 262k has a relative error of 1e-4, which depends on the order.
     """
     ordered, index = torch.sort(scaled, dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)[None]
@@ -61,7 +61,7 @@ def limit(scaled: torch.Tensor, selection: Selection) -> torch.Tensor:
     keep = ordered >= kth
     probs = torch.softmax(ordered.double().masked_fill(~keep, float("-inf")), -1)
     before = probs.cumsum(-1) - probs
-    # Rounding takes the sum a little past 1, which must not cut a row without a limit.
+    # Rounding may make the sum exceed 1, which must not cut a row without a limit.
     keep &= (before < selection.top_p[:, None]) | (selection.top_p[:, None] >= 1) | (rank == 0)
     probs = torch.softmax(ordered.double().masked_fill(~keep, float("-inf")), -1)
     keep &= probs >= selection.min_p[:, None] * probs[:, :1]
