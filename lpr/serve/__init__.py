@@ -1,1 +1,1 @@
-"""The completion service: a front process that speaks HTTP, and the ranks behind it."""
+"""The completion service: an HTTP front process, and the ranks."""

@@ -25,13 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if is_launched():
-            # Looked up by name: a rank's modules import torch, which this process must not.
+            # Imported by name: a rank's modules import torch, which the front must not.
             return int(importlib.import_module("lpr.serve.ranks.rank").launched(argv))
         argv += concealed()
         args = parse(argv)
         attached = Path(os.environ[SOCKET]) if SOCKET in os.environ else None
         with closing(Unblocking(sys.stderr)) as written, redirect_stderr(cast(TextIO, written)):
-            # Frozen, as a pass over all that is imported would stop the event loop for 50 ms, again and again.
+            # gc.freeze: a garbage collection over all imported objects would block the event loop for 50 ms.
             return asyncio.run(Front(args, argv, attached, loaded=gc.freeze).run())
     except InputError as failure:
         print(f"lpr.serve: error: {failure}", file=sys.stderr)

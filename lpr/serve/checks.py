@@ -1,4 +1,4 @@
-"""Checks of what clients send, and the tasks of the process that does them aside (see lpr.serve.sandboxed)."""
+"""Validation of clients' bodies, and the tasks of the sandbox process that runs it (lpr.serve.sandboxed)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lpr.serve.text.conversation import prompt_of
 
 
 class _Model(NamedTuple):
-    """The served model, as far as these tasks know it."""
+    """The properties of the served model that these tasks use."""
 
     max_length: int
     templates: ChatTemplates
@@ -36,10 +36,10 @@ def prepare(
     max_length: int, sources: dict[str, str], special_tokens: dict[str, str], most_characters: int,
     fits: dict[str, Any] | None, grammars: tuple[str, int, list[int]] | None,
 ) -> None:  # fmt: skip
-    """Note the served model's longest sequence, in tokens, its chat templates, and its longest prompt, in characters.
+    """Set the served model's longest sequence (tokens), chat templates and longest prompt (characters).
 
-    `fits` is what the templates read, once it is known. `grammars` is what lpr.serve.text.grammar_tasks are prepared
-    with; None if llguidance is not installed.
+    `fits` is the result of `learn`, once known. `grammars` are the arguments of lpr.serve.text.grammar_tasks.prepare;
+    None if llguidance is not installed.
     """
     global _model
     _model = _Model(max_length, ChatTemplates(sources, special_tokens), most_characters)
@@ -73,16 +73,16 @@ def read_json(body: bytes) -> Any:
 
 
 def check_body(kind: str, body: bytes, has_keys: bool = False) -> bytes:
-    """A body of `kind`, the name of a class of lpr.serve.bodies, checked and packed; raises ApiError.
+    """Validate a body of `kind`, a class name of lpr.serve.bodies; returns it packed. Raises ApiError.
 
-    A pair: of the body, or the body of a conversation without its messages, the chat that it asks for, likewise, the
-    prompt, and why there is none; and of the keys of the prefix, if a router asks for them.
+    The result is a pair: [body], or for a conversation [body and chat without messages, the prompt, the error instead
+    of a prompt]; and the keys of the prefix, if a router needs them.
     """
     value = read_json(body)
     if _model is not None and isinstance(value, dict):
         _check_ids(value.get("prompt"), _model.max_length)
     try:
-        checked = _adapter(kind).validate_python(value, from_attributes=True)  # as FastAPI calls it: the same messages
+        checked = _adapter(kind).validate_python(value, from_attributes=True)  # as FastAPI calls it, for equal error messages
     except ValidationError as failure:
         first = failure.errors(include_url=False, include_input=False)[0]
         raise from_validation(first) from None
@@ -102,7 +102,7 @@ def compile_grammar(kind: str, text: str) -> str:
 
 
 def learn() -> dict[str, Any]:
-    """What the chat templates read, for `prepare`."""
+    """The forms that the chat templates accept, for `prepare`."""
     assert _model is not None, "tasks come after what they need"
     return _model.templates.learnt()
 
@@ -120,16 +120,16 @@ def chat_of(body: Body) -> completions.ChatBody | completions.TokenizeBody | Non
 
 
 def _rendered(body: Body) -> list[Any] | None:
-    """The first of what `check_body` returns, for a conversation; None for other bodies, and before a model is known.
+    """The first part of `check_body`'s result for a conversation; None for other bodies, and before `prepare`.
 
-    The chat keeps the last message if its answer goes on from that.
+    The chat keeps its last message if the answer continues it.
     """
     if _model is None or not _model.templates.is_known or (chat := chat_of(body)) is None:
         return None
     text = refused = None
     try:
         text = prompt_of(_model.templates, chat, _model.most_characters)
-    except ApiError as failure:  # told where the front would have found it
+    except ApiError as failure:  # the front raises it at the usual place
         refused = [failure.code.value, failure.message, failure.param]
     kept = chat.messages[-1:] if chat.messages and chat.continue_final_message else []
     setattr(body, "input" if isinstance(body, responses.ResponsesBody) else "messages", [])
@@ -164,7 +164,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _check_ids(prompt: Any, max_length: int) -> None:
-    """Raise ApiError for token ids that no context holds, before each is looked at."""
+    """Raise ApiError for a prompt of too many token ids, before each is validated."""
     several = isinstance(prompt, list) and prompt and isinstance(prompt[0], list)
     for each in prompt if several else [prompt]:
         if isinstance(each, list) and len(each) > max_length:

@@ -18,13 +18,13 @@ _REFUSED = {
     "mount": (165, 40), "keyctl": (250, 219), "userfaultfd": (323, 282),
 }  # fmt: skip
 """Numbers of system calls that no task needs, on x86_64 and aarch64."""
-_TGKILL = (234, 131)  # this one ends an aborted process itself: it is left for the process's own number
+_TGKILL = (234, 131)  # tgkill: allowed for the process itself, because abort() uses it
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000 | errno.EPERM
 
 
 def confine() -> None:
-    """For this process and its forks: no new privileges, and no network if the system lets users make namespaces."""
+    """For this process and its forks: no new privileges, and no network if user namespaces are allowed."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
@@ -32,16 +32,16 @@ def confine() -> None:
 
 
 def filter_calls() -> None:
-    """Let the kernel refuse system calls that no task needs, by a filter (seccomp); needs no new privileges.
+    """Install a seccomp filter that refuses system calls that no task needs; requires `confine` first.
 
-    Nothing happens where the kernel has no such filters.
+    Does nothing if the kernel has no seccomp filters.
     """
     if sys.platform != "linux" or platform.machine() not in _AUDIT:
         return
     machine = platform.machine()
     which = list(_AUDIT).index(machine)
     numbers = [each[which] for each in _REFUSED.values()]
-    # Each instruction is (code, jump if true, jump if false, value); jumps count the instructions that are left out.
+    # Each instruction is (code, jump if true, jump if false, value); jumps count skipped instructions.
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT[machine]), (_RETURN, 0, 0, _FAIL), (_LOAD, 0, 0, 0)]
     program += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _FAIL)]  # x32's numbers of the same calls
     for number in numbers:

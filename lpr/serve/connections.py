@@ -1,4 +1,4 @@
-"""Connections of the service: what they read at most, and what they wait for. lpr.serve.port counts them."""
+"""Connections of the service: read limits and wait states. lpr.serve.port counts connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ else:
     _Base = asyncio.BufferedProtocol
 
 _READ, _READ_LITTLE = 16 << 10, 1 << 10
-"""Bytes that one connection may bring in one turn of the event loop: of a body, and of what may be small pieces."""
+"""Most bytes read per connection and turn of the event loop: of a body, and of data that may be many small chunks."""
 GONE = "lpr.gone"  # extension of a request's scope: a function that returns True if its client has gone
 _END_OF_HEAD = re.compile(rb"[^\r\n]\r?\n\r?\n")
 
@@ -34,7 +34,7 @@ class Waits(Enum):
     BODY = auto()
     UNREAD = auto()
     LINGER = auto()
-    """For the client to read an answer that came before the end of its body. A close at once would discard it."""
+    """Waits for the client to read an early answer, which an immediate close would discard."""
 
 
 SECONDS = {
@@ -44,11 +44,11 @@ SECONDS = {
     Waits.UNREAD: float(limits.UNREAD_SECONDS.most),
     Waits.LINGER: 3.0,
 }
-"""How long a connection waits."""
+"""Time limits of the wait states in seconds."""
 
 
 class Watching(Protocol):
-    """The part of lpr.serve.port.Port that connections know."""
+    """The interface of lpr.serve.port.Port that connections use."""
 
     @property
     def may_linger(self) -> bool: ...
@@ -58,9 +58,9 @@ class Watching(Protocol):
 
 
 class Connection(_Base):
-    """One connection; a class of uvicorn follows it in the order of bases.
+    """One connection; a mix-in before a protocol class of uvicorn.
 
-    It reads little at a time, counts what comes besides bodies, and tells its port when it waits for the client.
+    It reads little at a time, limits bytes outside of bodies, and tells its port when it waits for the client.
     """
 
     _buffer = bytearray(_READ)  # of all connections: its bytes are copied before the next one reads
@@ -71,14 +71,14 @@ class Connection(_Base):
         self._head = bytearray()  # the incomplete head, and what came with its end
         self._head_size = 0
         self._besides = 0
-        """Bytes since the head that were no body: a next request, or what surrounds the pieces of a body."""
+        """Bytes since the head outside of the body: a pipelined request, or chunk headers."""
         self._body = self._framing = 0  # bytes of the body so far, and of what surrounds its pieces
         self._is_ahead = False  # True if the client has sent too many requests ahead of their answers
         self.socket: socket.socket | None = None
         self.waits: Waits | None = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go; small, so that one client cannot hold up the event loop."""
+        """The buffer of the next read; small, so that one client cannot block the event loop."""
         is_little = self._is_between_requests or self._besides or self._is_in_pieces
         return memoryview(self._buffer)[: _READ_LITTLE if is_little else _READ]
 
@@ -91,13 +91,13 @@ class Connection(_Base):
     def connection_lost(self, exc: Exception | None) -> None:
         self._port.lost(self)
         super().connection_lost(exc)
-        # What refers to itself waits for the garbage collector, which holds up the loop with thousands at a time.
+        # Break reference cycles: collecting thousands of them at once would block the event loop.
         self._unset_keepalive_if_required()
         self.cycle = self.scope = None  # type: ignore[assignment]
         self.transport.forget()  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
-        """Give `data` to uvicorn, unless it is too much or unwanted."""
+        """Pass `data` to uvicorn, unless a limit is exceeded or the data is unwanted."""
         if self.transport.is_closing():
             return
         if self._is_between_requests:
@@ -123,13 +123,13 @@ class Connection(_Base):
                 if not self.cycle.response_started:
                     self.transport.write(answer(400, "the pieces of the body are too small"))
                 self.transport.close()
-        if not self._is_between_requests:  # the application asks before it works for a client that has gone
+        if not self._is_between_requests:  # lets the application detect a closed connection before it starts work
             scope: Any = self.cycle.scope
             scope["extensions"] = {GONE: self.is_gone}
         self.note()
 
     def is_gone(self) -> bool:
-        """True if the client has closed the connection, which the event loop may not have seen yet."""
+        """True if the client has closed the connection, even if the event loop has not noticed yet."""
         try:
             return self.socket is not None and self.socket.recv(1, socket.MSG_PEEK) == b""
         except (BlockingIOError, InterruptedError):
@@ -161,7 +161,7 @@ class Connection(_Base):
 
     @property
     def _is_in_pieces(self) -> bool:
-        """True if a body comes in pieces of fewer than some forty bytes: each is work for the event loop."""
+        """True if a body arrives in chunks of less than about 40 bytes, which cost the event loop too much."""
         return self._framing > self._body // 8
 
     @property
@@ -175,7 +175,7 @@ class Connection(_Base):
         return self.is_sending and self._port.may_linger
 
     def note(self) -> None:
-        """Tell the port what the connection waits for now."""
+        """Report the current wait state to the port."""
         if not self._is_between_requests:
             self._head.clear()
         waits = self._waits_for()
@@ -211,7 +211,7 @@ class Connection(_Base):
 
 
 class _Transport:
-    """A transport that closes as HTTP asks: first it says that it sends no more, then the client closes."""
+    """A transport with a lingering close: it shuts down its writing side, and waits for the client to close."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         self._transport = transport
@@ -222,7 +222,7 @@ class _Transport:
         return getattr(self._transport, name)
 
     def forget(self) -> None:
-        """Undo asyncio's reference of a transport to itself, when the connection is lost."""
+        """Break asyncio's reference cycle of a transport when the connection is lost."""
         vars(self._transport).pop("_read_ready_cb", None)
 
     def write(self, data: bytes) -> None:
@@ -257,7 +257,7 @@ with contextlib.suppress(ImportError):
         """A connection whose requests httptools reads."""
 
         def on_message_begin(self) -> None:
-            """Begin a request; h11 does so only after the answer before, httptools with all that has come."""
+            """Begin a request. httptools parses pipelined requests at once (h11 only after the previous answer)."""
             if len(self.pipeline) >= limits.AHEAD.most:
                 self._is_ahead = True
                 raise ValueError("too many requests ahead of their answers")  # uvicorn answers 400
@@ -267,7 +267,7 @@ with contextlib.suppress(ImportError):
 
 
 def answer(status: int, message: str, retry_after: int | None = None) -> bytes:
-    """An error as bytes that no application has to write. The connection ends after it."""
+    """An error response as bytes, written without the application; closes the connection."""
     body = json.dumps(error_body(status, message)).encode()
     retry = f"Retry-After: {retry_after}\r\n" if retry_after is not None else ""
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: a status, and a body with message, type, field and code."""
+"""Errors in OpenAI's shape: HTTP status, and a body with message, type, param and code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHOWN: dict[ErrorCode, str | None] = {
     ErrorCode.DRAINED: "unavailable",
     ErrorCode.RANKS_LOST: "unavailable",
 }
-"""`code` in the body, where it is not the error code itself."""
+"""`code` in the body, if it differs from the error code."""
 KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -53,10 +53,10 @@ ANTHROPIC_KINDS = {
     504: "timeout_error",
 }
 """The same in Anthropic's API."""
-RETRY_AFTER = 5  # seconds after which a client may try a 503 again, where nothing better is known
+RETRY_AFTER = 5  # default Retry-After of a 503 in seconds
 LONGEST_MESSAGE, LONGEST_NAME = 1000, 200
-"""Characters of an error's message and of a field's name: a client may have sent megabytes of them."""
-TAG = "one-"  # begins the tags of unions, which have no place in a field's name: a minus is in none
+"""Most characters of an error's message and of a field's name, which may contain a client's input."""
+TAG = "one-"  # prefix of union tags, which are removed from field names; no field name has a minus
 _NAMED = re.compile(r"([a-z][a-z0-9_.]*): ")  # how the message of an error about a whole body names a field
 _TYPE_NAMES = ("str", "int", "float", "bool", "none")
 
@@ -75,7 +75,7 @@ class ApiError(Exception):
         self.shown_code = SHOWN.get(code, code.value)  # `code` in the body
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same error of a body that has other `names` for some fields."""
+        """This error with fields renamed by `names`, for a body with other field names."""
         for name, other in names.items():
             if self.param is not None and (self.param + ".").startswith(name + "."):
                 message = self.message.replace(name, other, 1)
@@ -125,7 +125,7 @@ def too_long(size: str, max_length: int, param: str = "prompt") -> ApiError:
 def from_validation(first: Mapping[str, Any]) -> ApiError:
     """An error of pydantic, in OpenAI's shape."""
     place = [str(part)[:LONGEST_NAME] for part in first["loc"] if part not in ("body", "query", "path")]
-    # Members of a union appear in the place as type names, which are no part of any field's name.
+    # Union members appear in the location as type names, which are removed.
     name = ".".join(part for part in place if part not in _TYPE_NAMES and not set(part) & set("[-")) or None
     if first["type"] == "extra_forbidden":
         return ApiError(ErrorCode.UNSUPPORTED_PARAMETER, f"{name}: this field is not supported", name)
@@ -138,7 +138,7 @@ def from_validation(first: Mapping[str, Any]) -> ApiError:
 
 
 def _message(first: Mapping[str, Any]) -> str:
-    """The message of an error, in the terms of JSON where pydantic uses those of Python."""
+    """The message of an error, with JSON's type names instead of Python's."""
     context = first.get("ctx", {})
     match first["type"]:
         case "union_tag_invalid":

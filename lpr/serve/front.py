@@ -1,4 +1,4 @@
-"""The front process. It listens before the model is loaded, and ends after the last answer."""
+"""The front process: it listens before the model is loaded, and exits after the last answer."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from lpr.serve.routes import Routes
 
 MOST_KEYS = 64
-"""Keys whose drafts are read from other replicas at the start. Those of further keys are read at first use."""
-BACKLOG = 1024  # connections that wait to be accepted: one that finds no place there tries again after a second
+"""Most keys whose shared drafts are read at the start; drafts of further keys are read at first use."""
+BACKLOG = 1024  # listen backlog; a connection beyond it retries after a second
 
 
 class Front:
@@ -53,8 +53,8 @@ class Front:
     ) -> None:
         """Read files and bind the port; raises InputError.
 
-        `attached` is the socket for ranks that a launcher started. Without it the front starts them, by default as
-        processes with the flags `argv`. `loaded` is called when a model is served first, and when its facts change.
+        `attached` is the socket for ranks started by a launcher. Without it the front starts the ranks, by default as
+        processes with the flags `argv`. `loaded` is called when a model is first served, and when its facts change.
         """
         self.args = args
         self._loaded = loaded
@@ -109,17 +109,17 @@ class Front:
             try:
                 if self._keeper is not None:
                     await self._keeper.begun.wait()
-                # Looked up by name, half a second: the ranks load torch meanwhile.
+                # Imported late (0.5 s), while the ranks load torch.
                 make_routes: type[Routes] = importlib.import_module("lpr.serve.routes").Routes
                 self._routes = make_routes(self.service, args, self._keys, self.replica, self._template)
                 self._routes.open(self._main, self._metrics).add_done_callback(self._ended)
-                self._load()  # what the ranks have told meanwhile
+                self._load()  # facts that the ranks sent meanwhile
                 tasks.append(asyncio.create_task(self._show_progress()))
                 await self._stopping.wait()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.service.drained(), args.shutdown_timeout)
                 self._hand_back()
-                await asyncio.sleep(0.05)  # for what was handed back to be written
+                await asyncio.sleep(0.05)  # so that final chunks are written
             finally:
                 await self._end(tasks, link)
         if self._failure is not None:
@@ -182,7 +182,7 @@ class Front:
             return
         try:
             self._fail(*await self._keeper.run())
-        except Exception as failure:  # without a keeper requests would wait for ever
+        except Exception as failure:  # without a keeper, requests would wait forever
             logging.getLogger(__name__).exception("the keeper of the ranks has failed")
             self._fail(1, f"internal error: {type(failure).__name__}: {failure}")
         finally:
@@ -225,7 +225,7 @@ class Front:
 
 
 def _listen(host: str, port: int, needs_loopback: bool = False) -> socket.socket:
-    """A listening socket; raises InputError, also if it `needs_loopback` and others reach the address."""
+    """A listening socket; raises InputError, also if `needs_loopback` and the address is reachable from outside."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if needs_loopback and not ipaddress.ip_address(address[0]).is_loopback:

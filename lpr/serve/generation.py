@@ -1,4 +1,4 @@
-"""The texts of one HTTP request: its jobs, their chunks, and what can end them early."""
+"""The texts of one HTTP request: its jobs, their chunks, and early ends."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class DisconnectedError(Exception):
 
 
 TextLimit = Callable[[str, bool], tuple[str, bool]]
-"""Ends a text by rules that the engine does not know.
+"""Ends a text by rules that the engine does not have.
 
-Takes new text, and True with the last one, which releases what is held. Returns the part that may be shown, and whether
+Called with new text, and True for the last one, which releases held-back text. Returns the part to show, and True if
 the text ends there.
 """
 
 
 @dataclass
 class Choice:
-    """One text of a request, as far as it has come."""
+    """One text of a request, with its output so far."""
 
     index: int
     job: Job
@@ -43,7 +43,7 @@ class Choice:
     sources: list[str] = field(default_factory=list)
     num_steps: int = 0
     finish_reason: str | None = None
-    is_complete: bool = False  # True once a limit has ended the text. Then only the usage is still to come.
+    is_complete: bool = False  # True after a limit has ended the text; only the usage is then missing
     stop_reason: int | str | None = None  # the stop string, or the id of `stop_token_ids`, that ended it
     error: ApiError | None = None
     usage: Usage | None = None
@@ -51,14 +51,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Event:
-    """The result of one step for one choice; `text` is the part that may be shown."""
+    """The result of one step for one choice; `text` is the part to show."""
 
     choice: Choice
     text: str
     chunk: Chunk
 
     def joined(self, later: Event) -> Event:
-        """This and the same choice's next event as one."""
+        """This event joined with the same choice's next one."""
         first, second = self.chunk, later.chunk
         logprobs, sources = [*(first.logprobs or ()), *(second.logprobs or ())], first.sources or []
         chunk = msgspec.structs.replace(
@@ -85,12 +85,12 @@ class Generation:
         limits: Callable[[], TextLimit] | None = None,
         scored: Sequence[Submit] = (),
     ) -> None:
-        """Accept the texts of a client's `key`, or raise ApiError.
+        """Accept the requests of a client's `key`, or raise ApiError.
 
-        `receive` reports the client's end, `timeout` is in seconds.
+        `receive` reports the client's disconnect, `timeout` is in seconds.
 
-        `scored` are known texts, whose log-probabilities are computed before any of `wanted` begins. All take their
-        room in the queue now, so that what is accepted is also finished.
+        `scored` are known texts whose log-probabilities are computed before any of `wanted` begins. All reserve queue
+        room now, so that accepted requests are always finished.
         """
         num_tokens = sum(len(each.token_ids) for each in (*scored, *wanted))
         service.check_room(len(scored) + len(wanted), num_tokens, key)
@@ -193,7 +193,7 @@ class Generation:
         if choice.finish_reason is not None:
             return None
         if choice.is_complete:
-            if chunk.finish_reason is None:  # of a step that began before the ranks were told
+            if chunk.finish_reason is None:  # from a step that began before the ranks were told
                 return None
             chunk = Chunk(chunk.id, [], "", "stop", usage=chunk.usage)
         choice.num_steps += bool(chunk.token_ids)

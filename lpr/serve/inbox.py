@@ -1,7 +1,7 @@
-"""Wakes a waiting task without tasks or timers per token.
+"""A queue of chunks that wakes one waiting task, without a task or timer per token.
 
-Every token of every stream passes here, on a core that may also compute. asyncio.Queue with asyncio.wait would take two
-tasks and three more turns of the event loop for each.
+Every token of every stream passes through it, on a core that may also compute. asyncio.Queue with asyncio.wait would
+take two tasks and three more event-loop turns per token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lpr.protocol import Chunk
 
 
 class Alarm:
-    """Calls a function once a time has come. To move the time costs nothing: the timer looks at it when it rings."""
+    """Calls a function at a given time. Moving the time is cheap: the timer checks it when it fires."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self.at: float | None = None  # by the clock of the event loop; None: never
@@ -22,7 +22,7 @@ class Alarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float) -> None:
-        """Ring after `seconds`, and not at the time that was set before."""
+        """Fire after `seconds`, instead of at the previously set time."""
         loop = asyncio.get_running_loop()
         self.at = loop.time() + seconds
         if self._timer is None or self.at < self._timer.when():
@@ -92,6 +92,6 @@ class Inbox:
 
 
 def _size(chunk: Chunk) -> int:
-    """Bytes of memory that a chunk takes, about: objects of Python are large."""
+    """Approximate bytes of memory of a chunk, with the overhead of Python objects."""
     num_values = sum(1 + len(each.top) for each in chunk.logprobs or ())
     return 512 + len(chunk.text) + 40 * len(chunk.token_ids) + 120 * num_values

@@ -1,9 +1,9 @@
-"""The open requests of a service, which of them the driver has, and which one kills the ranks.
+"""The open requests of a service, those given to the driver, and the detection of a request that kills the ranks.
 
-A request that had a slot when all ranks died, twice in a row and without a token in between, is a suspect. Suspects are
-tried one at a time: nothing else begins until the suspect has shown a token. A request on which alone the ranks die
-twice in a row is the poison, and fails. The others go on. Twice, because ranks also die for other reasons just after
-they were started. A request that makes progress never fails.
+A request that had a slot when all ranks died, twice in a row without a token in between, is a suspect. Suspects are
+tried one at a time: no other request starts until the suspect has emitted a token. A request that ran alone when the
+ranks died, twice in a row, fails as the cause; the others continue. Two deaths are needed because ranks also die for
+other reasons shortly after a start. A request that makes progress never fails.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ class Job:
     inbox: Inbox
     arrived: float = field(default_factory=time.monotonic)
     was_given: bool = False
-    """True once a driver got it. The ranks may hold it since then, also after that driver was lost."""
+    """True after a driver got it. From then on the ranks may hold it, also after that driver was lost."""
     begun: float | None = None  # when it got a slot for the first time
     first: float | None = None  # when its first token came
     latest: float | None = None
     ended: float | None = None
     token_ids: list[int] = field(default_factory=list)
-    """Delivered so far. With the prompt, all that restarted ranks need to continue."""
-    num_delivered: int = 0  # how many of these another service has delivered
+    """Output ids so far. With the prompt they suffice for restarted ranks to continue."""
+    num_delivered: int = 0  # number of these that another service has delivered
     num_characters: int | None = 0
-    """Characters of text delivered so far. None until the driver says how many those of another service were."""
-    deaths: int = 0  # how often in a row all ranks died while they worked on this, without a token in between
+    """Characters of text so far. None until the driver reports the number of characters of another service's part."""
+    deaths: int = 0  # consecutive deaths of all ranks while they worked on this, without a token in between
     predicted: tuple[int, int] = (0, 0)
-    """Tokens drafted from the prediction, and those of them in the output (lpr.protocol.Submit)."""
-    lone_deaths: int = 0  # how often in a row they worked on nothing else then
-    is_complete: bool = False  # True once it has all the text that is wanted. Then only the usage is still to come.
+    """Tokens drafted from the prediction, and the accepted ones of them (lpr.protocol.Submit)."""
+    lone_deaths: int = 0  # consecutive deaths while they worked on nothing else
+    is_complete: bool = False  # True if its text is complete and only the usage is missing
 
     @property
     def num_to_fill(self) -> int:
-        """Tokens that are computed before its next one."""
+        """Number of tokens to compute before its next token."""
         return self.submit.num_prompt + len(self.token_ids)
 
     @property
@@ -58,7 +58,7 @@ class Job:
 
 
 class Jobs:
-    """All open jobs. The driver has all that are ready, except while a suspect is on trial."""
+    """All open jobs. The driver gets all ready ones, except while a suspect is tried."""
 
     def __init__(self) -> None:
         self._open: dict[int, Job] = {}
@@ -88,10 +88,10 @@ class Jobs:
         self.held[job.id] = job
 
     def give(self) -> Job | None:
-        """The job that the driver gets next, counted as given; None if it has all that it may have.
+        """Mark the next job as given to the driver and return it; None if there is none that the driver may get.
 
-        While a job is suspected, nothing else begins until it has shown a token: if the ranks die again, it is known
-        which job they died on.
+        While a job is suspected, no other job starts until it has emitted a token, so that another death of the ranks
+        identifies the job.
         """
         suspect = most_suspect([*self.given.values(), *self.held.values()])
         job = suspect if suspect is not None else next(iter(self.held.values()), None)
@@ -102,7 +102,7 @@ class Jobs:
         return job
 
     def take_back(self) -> None:
-        """Hold all jobs again, as the driver is lost: first those that have begun."""
+        """After the driver was lost: hold all jobs again, started ones first."""
         jobs = [*self.given.values(), *self.held.values()]
         jobs.sort(key=lambda job: math.inf if job.begun is None else job.begun)
         self.held, self.given = {job.id: job for job in jobs}, {}
@@ -113,9 +113,9 @@ class Jobs:
 
 
 def blame(running: Sequence[Job], everything: Iterable[Job]) -> Job | None:
-    """Note that all ranks died as they worked on `running`; returns the request that caused it, if that is certain.
+    """Count a death of all ranks while they worked on `running`; returns the request that caused it, if certain.
 
-    Then the earlier deaths are explained, and `everything` else is acquitted.
+    In that case the counts of `everything` else are reset.
     """
     for job in running:
         job.deaths += 1
@@ -129,10 +129,10 @@ def blame(running: Sequence[Job], everything: Iterable[Job]) -> Job | None:
 
 
 def acquit(job: Job) -> None:
-    """A token of the request has come, or the deaths are explained."""
+    """Reset a job's death counts, after a token or if the cause was found."""
     job.deaths = job.lone_deaths = 0
 
 
 def most_suspect(jobs: Iterable[Job]) -> Job | None:
-    """The suspect that is on trial or is next; None if there is none."""
+    """The suspect that is being tried or is next; None if there is none."""
     return max((job for job in jobs if job.deaths >= SUSPECT_DEATHS), key=lambda job: job.deaths, default=None)

@@ -1,4 +1,4 @@
-"""Starts the ranks behind the front, notices that they hang, and starts them again when all are lost."""
+"""Starts the ranks, detects that they hang, and restarts them when all are lost."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from lpr.serve.options import ServeArgs
 from lpr.serve.ranks import KEYS, LAUNCHER, ORIGIN, SOCKET, conceal, split_flags
 from lpr.serve.service import Service
 
-LOOK_EVERY = 0.5  # seconds between two looks at the ranks
+LOOK_EVERY = 0.5  # seconds between two checks of the ranks
 SILENT_SECONDS = 2 * STALE_PULSE
-"""Time without a pulse of a ready driver. Several ranks detect each other's loss, and get three times as long."""
-LEAVE_SECONDS = 30.0  # time for a single rank to end after it has hung up
-STEADY_SECONDS = 30.0  # ranks that stay up so long count as started well
-LONGEST_BACKOFF = 30.0  # most seconds before ranks that did not start well are started again
+"""Most seconds without a pulse of a ready driver; three times as long with several ranks, which detect losses."""
+LEAVE_SECONDS = 30.0  # time for a single rank to end after it has closed the connection
+STEADY_SECONDS = 30.0  # uptime after which a start counts as successful
+LONGEST_BACKOFF = 30.0  # longest delay before a restart after failed starts
 LAST_WORDS = 0.2  # seconds for the driver's last messages to arrive
 STOP_SECONDS = 10.0  # time for the ranks to end by themselves
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Threads of a rank wait asleep, unless the environment says otherwise: the front and its clients use the same cores,
-and a step of two spinning threads takes ten times as long where one of them has lost its core (dev/LOG.md)."""
+"""Threads of a rank block instead of spinning, unless the environment overrides it: the front and its clients use the
+same cores, and a step of two spinning threads takes ten times as long if one has lost its core (dev/LOG.md)."""
 BRIEF_SPIN = {"GOMP_SPINCOUNT": "1000"}
-"""A single rank's threads spin for about 10 us first: a step has 150 parallel loops, and to wake up for each of them
-takes 4 to 6 ms of a step of 25 (SmolLM2, two threads)."""
+"""A single rank's threads first spin for about 10 us: a step has 150 parallel loops, and waking up for each takes 4 to
+6 ms of a step of 25 ms (SmolLM2, two threads)."""
 
 
 class Ranks:
@@ -43,7 +43,7 @@ class Ranks:
         """Prepare to start `lp` replicas of `tp` ranks with the flags `argv`."""
         self._is_single = lp * tp == 1
         supervisor = [] if self._is_single else ["lpr.dist.supervisor", str(lp), str(tp)]
-        # Ranks neither listen nor ask for keys: without the front's address, they have nothing to check about keys.
+        # Ranks do not listen. Without the front's address they do not require keys.
         flags, self._secrets = conceal([*split_flags(argv, (*KEYS, "--host"))[0], "--host=127.0.0.1"])
         self._command = [sys.executable, "-m", *supervisor, "lpr.serve.ranks.rank", *flags]
         self._socket = socket
@@ -86,7 +86,7 @@ class Keeper:
     def __init__(
         self, service: Service, link: Link, folder: Path, make: Callable[[Path], Ranks], args: ServeArgs
     ) -> None:
-        """Keep ranks that `make` prepares for a socket. Each start has its own, in `folder`."""
+        """A keeper of ranks made by `make`; each start has its own socket in `folder`."""
         self._service = service
         self._link = link
         self._folder = folder
@@ -102,7 +102,7 @@ class Keeper:
         for number in itertools.count(1):
             began = time.monotonic()
             how = await self._once(self._folder / f"driver-{number}.sock")
-            # A death at work is the work's fault: a request that repeats it is found and failed.
+            # A death with running requests is attributed to them: the request that causes it is found and failed.
             explained = service.died(how)
             if service.mesh.is_hopeless:
                 return 2, service.mesh.refused or how
@@ -128,7 +128,7 @@ class Keeper:
             await self._ranks.stop(STOP_SECONDS if self._service.mesh.up else LOOK_EVERY)
 
     async def _once(self, path: Path) -> str:
-        """Start the ranks and wait for their end; returns in words how they ended."""
+        """Start the ranks and wait for their end; returns a description of how they ended."""
         try:
             await self._link.listen(path)
             self._ranks = ranks = self._make(path)
@@ -158,7 +158,7 @@ class Keeper:
         while not ended.done():
             await asyncio.wait({ended}, timeout=LOOK_EVERY)
             now = time.monotonic()
-            if now - looked > 4 * LOOK_EVERY:  # this process stood still, and has messages to read first
+            if now - looked > 4 * LOOK_EVERY:  # this process was suspended, and must read messages first
                 heard = now
             looked = now
             heard = max(heard, self._service.mesh.heard)
@@ -167,7 +167,7 @@ class Keeper:
         return None
 
     def _why_hung(self, silent: float) -> str | None:
-        """Why ranks without a message for `silent` seconds count as hung, or None."""
+        """The reason why ranks without a message for `silent` seconds count as hung, or None."""
         mesh = self._service.mesh
         if self._is_alone and silent > STALE_PULSE and mesh.pid is not None and _is_stopped(mesh.pid):
             return f"process {mesh.pid} does not run"
@@ -176,8 +176,8 @@ class Keeper:
         elif self._is_alone and mesh.awaits_takeover:
             limit, what = LEAVE_SECONDS, "the driver has hung up and not ended"
         else:
-            # Loading from slow storage can hold up the thread of the pulses for long. Several ranks take over from each
-            # other at once, or load again.
+            # Loading from slow storage can block the pulse thread for long. With several ranks, another one takes over at
+            # once, or they reload.
             limit, what = self._args.load_timeout, "nothing was said while they load"
         return f"{what} for {silent:.0f} s" if silent > limit else None
 

@@ -1,4 +1,4 @@
-"""The front's end of the socket. One driver at a time connects, and the latest one counts."""
+"""The front's end of the socket to the driver; the latest connected driver is used."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Link:
             connection.transport.close()
         if self._open:
             await asyncio.wait([each.closed for each in self._open], timeout=_FAREWELL)
-        for connection in self._open:  # a stopped process reads nothing
+        for connection in self._open:  # a stopped process reads nothing: abort
             connection.transport.abort()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -88,8 +88,8 @@ class Link:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection of a driver. Messages are taken as they are read: a stream and its task would cost every token two
-    more turns of the event loop.
+    """A connection of a driver. A protocol instead of a stream and its task, which would cost two more event-loop turns
+    per token.
     """
 
     transport: asyncio.WriteTransport

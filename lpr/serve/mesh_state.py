@@ -1,4 +1,4 @@
-"""The front's knowledge of the driver and its ranks: whether they take requests, what they serve, their load."""
+"""The front's view of the driver and its ranks: readiness, served model, load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MeshState:
         `tell` is called with events and their counts: "rank_lost", "reform", "takeover", "restart".
         """
         self.facts: Facts | None = None
-        """What is served, also while the ranks are away. None until they were ready once."""
+        """The facts of the served model, also while the ranks are down. None until they were ready once."""
         self.ready = asyncio.Event()  # set while a driver takes requests
         self.outage = ""  # why no driver does, after one did
         self.loading: Loading | None = None
@@ -36,7 +36,7 @@ class MeshState:
         self._present = 0
         self._is_other = False  # True if the ranks came back with another model than before
         self._restarted = False
-        """True if the next driver is a new start. Otherwise it takes over from the one before."""
+        """True if the next driver comes from a new start; else it takes over from the previous one."""
 
     @property
     def up(self) -> bool:
@@ -65,11 +65,11 @@ class MeshState:
 
     @property
     def is_hopeless(self) -> bool:
-        """True if the ranks can never serve. A refusal after they did once may pass, as a full disk does."""
+        """True if the ranks can never serve. After a success, a refusal may be temporary (e.g. a full disk)."""
         return self.refused is not None and (self.facts is None or self._is_other)
 
     def live_reason(self) -> str | None:
-        """Why the ranks count as stopped; None if they live, start or are started again."""
+        """The reason why the ranks count as stopped; None if they live, start or are restarted."""
         silent = time.monotonic() - self.heard
         if self.up and silent > STALE_PULSE:
             return f"the driver has said nothing for {silent:.0f} s"
@@ -78,13 +78,13 @@ class MeshState:
         return None
 
     def ready_reason(self) -> str | None:
-        """Why no request is worked on now; None if they are."""
+        """The reason why no request is processed now; None if requests are processed."""
         if not self.up:
             return f"{self.outage}: {self.progress}" if self.outage else self.progress
         return self.live_reason()
 
     def welcome(self, facts: Facts) -> bool:
-        """A driver takes requests; False if it serves something else than the driver before."""
+        """Handle a driver that is ready for requests; False if its facts differ from the previous driver's."""
         if self.facts is not None:
             if others := _others(facts, self.facts):
                 self.refused = f"the ranks came back with another {' and '.join(others)}, so no output can go on"
@@ -129,8 +129,8 @@ class MeshState:
 
 
 def _others(facts: Facts, before: Facts) -> list[str]:
-    """Names of the facts that have changed and must not, or outputs could not go on. The width of the mesh may."""
-    # Elastic replicas have slots of their own each, and what memory is free decides the pages and the longest sequence.
+    """Names of changed facts that must not change, because outputs could not continue. The mesh's size may change."""
+    # The number of replicas decides the slots, and the free memory the pages and the longest sequence.
     may = {"lp", "tp", "device", "max_batch_size", "num_pages", "max_length"}
     names = [each for each in facts.__struct_fields__ if each not in may]
     return [name.replace("_", " ") for name in names if getattr(facts, name) != getattr(before, name)]

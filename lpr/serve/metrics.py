@@ -126,8 +126,7 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
-    # Scoring a prompt is part of a request whose text is another job, and its tokens are no output: only its steps
-    # count.
+    # Scoring a prompt belongs to a request with another job, and its tokens are not output: only its steps count.
 
     def _opened(self, job: Job) -> None:
         if not job.is_scoring:
@@ -143,7 +142,7 @@ class Metrics:
             self.first_token.observe(now - job.arrived)
             self.prompt_tokens.inc(job.submit.num_prompt)
         elif job.latest is not None:
-            # The tokens of a step arrive together. Each counts with its share of the time since the last step.
+            # The tokens of a step arrive together; each is assigned an equal share of the time since the last step.
             for _ in chunk.token_ids:
                 self.inter_token.observe((now - job.latest) / len(chunk.token_ids))
 

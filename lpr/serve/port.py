@@ -1,13 +1,14 @@
-"""Ports of the service: how many connections they have, and how long each may wait for its client.
+"""Ports of the service: limits on the number of connections and on their idle time.
 
 A connection waits for its client while the head or the body of a request is incomplete, between requests, and while the
-client does not take the answer. Beyond the limit, a new connection takes the place of the one that has waited longest.
-So idle clients keep nobody out. Only if all connections are being answered, a new one gets a 503.
+client does not read the answer. Beyond the limit, a new connection replaces the one that has waited longest, so idle
+clients exclude no one. A new connection gets a 503 only if all connections are being answered.
 
-Set-up is deferred until a connection is readable (as TCP_DEFER_ACCEPT does): before, it is a socket and a reader. The
-rest costs a fourth of a millisecond or more, and is made for a few connections in each turn of the event loop.
+Set-up is deferred until a connection is readable (as with TCP_DEFER_ACCEPT): before, it is a socket and a reader. The
+rest takes 0.25 ms or more, and is done for a few connections per turn of the event loop.
 
-asyncio's own servers count nothing, do not show half a TLS handshake, and loop when no file descriptor is left.
+asyncio's own servers have no connection limit, do not expose unfinished TLS handshakes, and busy-loop without free file
+descriptors.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ FEWEST = 8  # connections that are accepted even if files are scarce
 _ACCEPTS = 64  # connections that are accepted in one turn of the event loop
 _SET_UPS = 8  # connections that are set up in one turn of the event loop
 _HUNG_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
-_MOST_REFUSED = 16  # refused connections that stay open until their client has read why
+_MOST_REFUSED = 16  # most refused connections kept open until their client has read the answer
 MOST_LINGERING = 32
-"""Connections that stay open after an early answer. Reading what so many clients still send costs time."""
+"""Most connections that stay open after an early answer, because reading the rest of their bodies takes time."""
 SWEEP_SECONDS = 0.5  # how often connections that have waited too long are ended
 
 
@@ -73,9 +74,9 @@ class Port:
         self._socket = listening
         self._tls = tls
         self._open: set[AnyConnection] = set()
-        self._waiting: dict[AnyConnection, float] = {}  # until when; the first has waited longest
-        self._readable: deque[Deferred] = deque()  # whose set-up is due
-        self._most_readable = max(1, most // 2)  # behind so many of them no connection is accepted
+        self._waiting: dict[AnyConnection, float] = {}  # deadline by connection; the first has waited longest
+        self._readable: deque[Deferred] = deque()  # connections ready for set-up
+        self._most_readable = max(1, most // 2)  # accepting pauses at this number of them
         self._is_paused = False
         self._lingering: set[AnyConnection] = set()
         self._handshakes: dict[AnyConnection, asyncio.Task[None]] = {}
@@ -167,7 +168,7 @@ class Port:
             self._loop.add_reader(deferred.fd, self._on_readable, deferred)
 
     def _on_readable(self, deferred: Deferred) -> bool:
-        """Let a readable connection wait for its set-up, and end one whose client has gone; False if it is neither."""
+        """Queue a readable connection for set-up, or close one whose client has gone; False if it is neither."""
         events = deferred.poll()
         if events & _HUNG_UP:
             self._end(deferred)
@@ -185,10 +186,10 @@ class Port:
     def _set_up_some(self) -> None:
         """Set up readable connections: three of the newest, then the oldest.
 
-        So a client waits neither for the hundreds that others have opened at once, nor for all that come after it.
+        So a client waits neither for hundreds of connections opened at once before it, nor for all later ones.
         """
         count = min(_SET_UPS, len(self._readable))
-        if len(self._readable) > count:  # first: whatever becomes of these, the others have their turn
+        if len(self._readable) > count:  # first, so that an error below does not stop the others
             self._loop.call_soon(self._set_up_some)
         for number in range(count):
             deferred = self._readable.popleft() if number % 4 == 3 else self._readable.pop()
@@ -258,7 +259,7 @@ class Port:
         accepted.close()
 
     def _exhausted(self, failure: OSError) -> None:
-        """There are no file descriptors left: allow fewer connections. Without a pause the event loop would spin."""
+        """Out of file descriptors: lower the limit, and pause accepting, or the event loop would spin."""
         self.most = max(FEWEST, len(self._open) - 1)
         self._end_longest_waiting()
         message = f"{failure.strerror}; from now on at most {self.most} connections"
@@ -279,7 +280,7 @@ class Port:
 
 
 def room(wanted: int) -> int:
-    """How many of the wanted connections this process can have. Raises its limit of open files as far as it may."""
+    """The possible number of connections, up to `wanted`; raises the process's limit of open files if allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = len(os.listdir("/dev/fd"))

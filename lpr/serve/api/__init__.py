@@ -1,1 +1,1 @@
-"""The service's HTTP: routes, bodies, answers, streams and what wraps them."""
+"""The service's HTTP API: routes, answers, streams and middleware."""

@@ -1,4 +1,4 @@
-"""How an answer is sent: whole, or as a stream of server-sent events. Its shape is up to the endpoint's form."""
+"""Sends an answer as a whole or as a stream of server-sent events; the endpoint's form determines its shape."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lpr.serve.inbox import Alarm
 from lpr.serve.text.served import Served
 
 KEEP_ALIVE = 10.0  # seconds without an event after which a stream sends a comment
-LARGE = 2048  # tokens of an answer above which it is written beside the event loop
-BLOCK = 1024  # bytes to whose multiples `--pad-stream` fills up whatever a stream sends at once
+LARGE = 2048  # answers of more tokens are serialised in a thread
+BLOCK = 1024  # `--pad-stream` pads each write of a stream to a multiple of this many bytes
 
 
 class Form:
     """The shape of an endpoint's answers, as JSON values."""
 
     ends_with_done: ClassVar[bool] = True  # True if a stream ends with OpenAI's `[DONE]`
-    is_heavy = False  # True if a stream's events can be so large that they are made beside the event loop
+    is_heavy = False  # True if a stream's events may be large, so that they are serialised in a thread
 
     def whole(self, choices: Sequence[Choice]) -> Any:
         raise NotImplementedError
@@ -44,7 +44,7 @@ class Form:
         raise NotImplementedError
 
     def steps(self, each: Event, choices: Sequence[Choice]) -> Iterable[Any]:
-        """The events of one step of one choice, where they may be several or none."""
+        """The events of one step of one choice: none, one or several."""
         return (self.step(each, choices),)
 
     def end(self, choices: Sequence[Choice]) -> Iterable[Any]:
@@ -52,7 +52,7 @@ class Form:
         return ()
 
     def failed(self, failure: ApiError) -> Iterable[Any]:
-        """Events of a failure, after which nothing comes."""
+        """The final events of a failed stream."""
         return (failure.body(),)
 
     def encode(self, data: Any) -> bytes:
@@ -60,7 +60,7 @@ class Form:
 
 
 class OpenAIForm(Form):
-    """The common part of completions and chats. Subclasses say what a choice looks like."""
+    """The common part of completions and chats. Subclasses define the shape of a choice."""
 
     def __init__(self, served: Served, body: Sampling, id: str, kind: str, num_prompt: int) -> None:
         """Prepare the answer to `body`, of the OpenAI object `kind`; `num_prompt` counts each prompt once."""
@@ -101,14 +101,14 @@ class OpenAIForm(Form):
         return self._decoding(choices)
 
     def event(self, shown: dict[str, Any], choices: Sequence[Choice] | None = None) -> dict[str, Any]:
-        """An event of one choice, with the usage so far of `choices`, if there are any and the client asks for it."""
+        """An event of one choice, with the usage so far of `choices` if given and requested by the client."""
         data = {**self.head, "choices": [shown]}
         if self._options.include_usage:
             data["usage"] = self._usage(choices) if choices is not None else None
         return data
 
     def shown(self, index: int, content: dict[str, Any], logprobs: Any, choice: Choice, **more: Any) -> dict[str, Any]:
-        """A choice, or one step of it: its content, log-probabilities and end, and what else the client asks for."""
+        """A choice, or one step of it: its content, log-probabilities, finish reason and requested extra fields."""
         end = {"finish_reason": self.finish_reason(choice), "stop_reason": choice.stop_reason}
         wanted = {"token_ids": self.body.return_token_ids, "prompt_token_ids": self.body.return_token_ids}
         wanted["sources"] = self.body.return_sources
@@ -131,7 +131,7 @@ class OpenAIForm(Form):
         return usage
 
     def _decoding(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Steps, tokens per step, and drafted and accepted nodes by source of some choices, if they are asked for."""
+        """If requested: steps, tokens per step, and drafted and accepted nodes by source, over `choices`."""
         if not self.body.return_sources:
             return {}
         steps = sum(choice.num_steps for choice in choices)
@@ -173,7 +173,7 @@ def _metrics(choices: Sequence[Choice]) -> dict[str, Any]:
 async def answer(
     context: Context, request: Request, name: str, generation: Generation, form: Form, stream: bool | None
 ) -> Response:
-    """Wait for a generation, or stream it; `name` is the id by which others may end it. Raises ApiError."""
+    """Wait for a generation, or stream it; `name` is the id by which it can be cancelled. Raises ApiError."""
     with ExitStack() as stack:
         stack.enter_context(context.running(request, name, generation))
         if stream:
@@ -195,7 +195,7 @@ async def answer(
 
 
 async def _events(context: Context, generation: Generation, form: Form) -> AsyncGenerator[bytes, None]:
-    """One event per step and choice, or per --stream-interval. An error takes the place of the next event."""
+    """One event per step and choice, or per --stream-interval. An error is sent as the last event."""
     choices, interval = generation.choices, context.stream_interval
     try:
         async with generation:
@@ -228,9 +228,9 @@ async def _written(context: Context, form: Form, make: Callable[[], Iterable[Any
 
 
 async def _collected(generation: Generation, interval: float) -> AsyncGenerator[Event | None, None]:
-    """One event per choice with the steps of each `interval` seconds; None where no choice has one."""
+    """One event per choice with the steps of each `interval` seconds; None if no choice has one."""
     async for steps in generation.collected(interval):
-        joined: dict[tuple[int, bool], Event] = {}  # a failure stays apart, as it ends the stream
+        joined: dict[tuple[int, bool], Event] = {}  # a failure is not joined: it ends the stream
         for each in steps:
             place = each.choice.index, each.chunk.failure is not None
             joined[place] = joined[place].joined(each) if place in joined else each
@@ -261,14 +261,14 @@ class _EventStream(Response):
     def __init__(self, events: AsyncGenerator[bytes, None], block: int, stall: float, end: Callable[[], None]) -> None:
         """Send `events`, each padded to a multiple of `block` bytes.
 
-        A reader that takes none for `stall` seconds is dropped. `end` is called at the end.
+        A client that reads nothing for `stall` seconds is disconnected. `end` is called at the end.
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._block = block
         self._stall = stall
-        self._end = end  # closing a generator that never began does not run its clean-up
+        self._end = end  # an unstarted generator would not run its clean-up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -283,5 +283,5 @@ class _EventStream(Response):
         except TimeoutError:
             pass  # the answer does not end, which closes the connection
         finally:
-            self._end()  # first, as what follows may be interrupted
+            self._end()  # first: the rest may be interrupted
             await self._events.aclose()

@@ -73,7 +73,7 @@ def _app(context: Context, routers: Sequence[APIRouter]) -> FastAPI:
     app = FastAPI(title="lpr", version=lpr.__version__, description=about, docs_url=None, redoc_url=None)
     app.state.context = context
     for router in routers:
-        # The key is checked by Guard, before a body is read; here the schema says that there may be one.
+        # Guard checks the key before it reads a body; this only declares the key in the schema.
         bearer, error = Depends(HTTPBearer(auto_error=False)), {"model": Error, "description": "An error."}
         app.include_router(router, dependencies=[bearer], responses={"default": error})
     for kind in (ApiError, DisconnectedError, RequestValidationError, HTTPException, Exception):
@@ -82,7 +82,7 @@ def _app(context: Context, routers: Sequence[APIRouter]) -> FastAPI:
 
 
 async def _answer_error(request: Request, failure: Exception) -> Response:
-    """Answer ApiError, what pydantic or the router refuses, and bugs, whose traceback the server writes."""
+    """Answer ApiError, errors of pydantic and the router, and bugs, whose traceback the server logs."""
     if isinstance(failure, DisconnectedError):
         return Response(status_code=499)
     if isinstance(failure, HTTPException):

@@ -1,4 +1,4 @@
-"""Answers that consist of blocks (thoughts, texts, calls), each of which begins, grows and ends in a stream."""
+"""Answers that consist of blocks (thoughts, texts, calls); a stream has events for a block's start, deltas and end."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Block:
 
 
 class BlockForm(Form):
-    """The common part of Anthropic's messages and OpenAI's responses. Subclasses say what blocks look like."""
+    """The common part of Anthropic's messages and OpenAI's responses. Subclasses define the shape of blocks."""
 
     ends_with_done: ClassVar[bool] = False
 
     def __init__(self, served: Served, replies: Replies, wanted: Submit, shows_ids: bool) -> None:
-        """Show the reply that is `wanted`; in a stream, after the events of each step its token ids if `shows_ids`."""
+        """The form of the reply to `wanted`; with `shows_ids` a stream has each step's token ids after its events."""
         self.served = served
         self.blocks: list[Block] = []
         self.num_prompt = wanted.num_prompt
@@ -91,20 +91,20 @@ class BlockForm(Form):
         return event(data, data["type"])
 
     def read(self, choice: Choice) -> None:
-        """Take the whole reply of a finished choice, with what another service has delivered of it."""
+        """Parse the whole reply of a finished choice, including the part that another service has delivered."""
         self._repeat(self._reply.delivered(choice, num_delivered(choice)))
         self._repeat(self._reply.whole(choice))
 
     @staticmethod
     def num_output(choice: Choice) -> int:
-        """Tokens of a reply, with those that another service has delivered."""
+        """Number of a reply's tokens, including those that another service has delivered."""
         return choice.job.num_delivered + len(choice.token_ids)
 
     def num_cached(self, choice: Choice) -> int:
         return min(choice.usage.num_cached, self.num_prompt) if choice.usage is not None else 0
 
     def _repeat(self, pieces: Iterable[Piece]) -> None:
-        """Take pieces whose events are not shown."""
+        """Process pieces without sending their events."""
         for piece in pieces:
             for _ in self._take(piece):
                 pass

@@ -42,9 +42,9 @@ async def chat(body: ChatBody, request: Request) -> Response:
 async def prepare(
     request: Request, context: Context, served: Served, body: ChatBody, ceiling: int | None = None
 ) -> tuple[list[Submit], Replies]:
-    """The texts that a conversation asks for, and how they are read; raises ApiError.
+    """The requests of a conversation, and the parser settings of their replies; raises ApiError.
 
-    `ceiling` is a number of tokens of which as many are meant as fit.
+    `ceiling` is a maximum number of output tokens, reduced to what fits.
     """
     try:
         return await _prepared(request, context, served, body, ceiling)
@@ -101,7 +101,7 @@ async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeB
         await unless_gone(request.receive, context_of(request).learn(served))
     if is_simple(body) and not is_long(request):
         return prompt_of(served.templates, body, served.most_characters)
-    # What a client sets can make a template's work as large as it likes.
+    # A client's variables can make a template's work arbitrarily large.
     try:
         packed = pack(body)
         rendering = context_of(request).checks.run("render", packed, key=key_name(request), size=len(packed))
@@ -115,7 +115,7 @@ async def chat_text(request: Request, served: Served, body: ChatBody | TokenizeB
 
 
 def chat_asked(request: Request, body: Body) -> ChatBody:
-    """The chat of a body. That of a long body has no messages: the process that checked it has rendered them."""
+    """The chat of a body. For a long body it has no messages: the process that checked it has rendered them."""
     known, _, _ = getattr(request.state, "rendered", (None, None, None))
     chat = known if known is not None else chat_of(body)
     assert isinstance(chat, ChatBody)
@@ -137,7 +137,7 @@ async def answer_as_chat(
     kind: str,
     replies: Replies = PLAIN,
 ) -> Response:
-    """Generate what is wanted and answer in the shape of a chat."""
+    """Generate the requests `wanted` and answer in the shape of a chat."""
     name = context.name(request, kind, body.request_id)
     form = _ChatForm(served, body, name, wanted[0].num_prompt, replies)
     return await answer(context, request, name, context.generation(request, body, wanted), form, body.stream)

@@ -24,7 +24,7 @@ from lpr.serve.text.tokens import Tokens
 
 router = APIRouter(route_class=JsonRoute)
 
-MOST_IN_HOLE = 512  # tokens of a middle where `max_tokens` is left out, if they fit
+MOST_IN_HOLE = 512  # default of `max_tokens` for fill-in-the-middle, if they fit
 
 
 @router.post("/v1/completions", summary="Continue a prompt, or fill in the middle", responses=STREAM)
@@ -36,7 +36,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     served.check_model(body.model)
     given = _checked(served, body)
     least = sum(served.check_length(text) for text in given if isinstance(text, str))
-    # What has no place is refused before its texts are encoded and its parameters made.
+    # Refused here if the queue is full, before texts are encoded and parameters built.
     context.service.check_room(_best_of(body) * len(given), _best_of(body) * least)
     prompts, echoes = await aside(request, _encoded, served, body, given)
     if body.echo and body.logprobs is not None:
@@ -51,7 +51,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
         wanted = await aside(request, _wanted, served, body, given, prompts, rooms, grammar)
     name = context.name(request, "cmpl", body.request_id)
     form = _CompletionForm(served, body, name, prompts, echoes)
-    # Scored first, the prompts' log-probabilities can go before everything else, and their K/V is cached as well.
+    # Prompts are scored first: their log-probabilities are sent first, and their K/V is then cached.
     scored = [_scored(ids, body.logprobs or 0) for ids in prompts if form.shows_scores and len(ids) > 1]
     generation = context.generation(request, body, wanted, scored=scored)
     form.scored = generation.scored
@@ -75,12 +75,12 @@ async def fill(body: FimBody, request: Request) -> Response:
 
 
 def _best_of(body: CompletionBody) -> int:
-    """Texts that are generated per prompt."""
+    """Number of texts generated per prompt."""
     return body.best_of if body.best_of is not None else body.n or 1
 
 
 def _checked(served: Served, body: CompletionBody) -> list[str | list[int]]:
-    """The prompts as they were given; raises ApiError for fields that do not go together."""
+    """The prompts as given; raises ApiError for fields that cannot be combined."""
     best_of = _best_of(body)
     if best_of < (body.n or 1):
         raise bad("best_of", f"best_of {best_of} is below n {body.n}")
@@ -98,7 +98,7 @@ def _checked(served: Served, body: CompletionBody) -> list[str | list[int]]:
 def _encoded(
     served: Served, body: CompletionBody, given: Sequence[str | list[int]]
 ) -> tuple[list[list[int]], list[str]]:
-    """The prompts, and what `echo` puts before the texts of each; raises ApiError."""
+    """The prompts' ids, and the text that `echo` puts before each prompt's output; raises ApiError."""
     prompts = [_ids(served, body, prompt) for prompt in given]
     if not body.echo:
         return prompts, [""] * len(prompts)
@@ -114,7 +114,7 @@ def _wanted(
     rooms: Sequence[int],
     grammar: str,
 ) -> list[Submit]:
-    """The texts to generate; raises ApiError. The parameters are validated once, and differ in few values."""
+    """The requests to generate; raises ApiError. The parameters are validated once, because few values differ."""
     more: dict[str, Any] = {"stop_token_ids": served.need_filler("suffix").end_ids} if body.suffix else {}
     best_of = _best_of(body)
     if body.logprobs is not None or best_of > (body.n or 1):
@@ -151,7 +151,7 @@ def _ids(served: Served, body: CompletionBody, prompt: str | list[int]) -> list[
 
 
 def _scored(ids: list[int], logprobs: int) -> Submit:
-    """A request whose output is forced to be a prompt from its second token on, for the log-probability of each."""
+    """A request whose output is forced to be a prompt from its second token on, to get the tokens' log-probabilities."""
     params = SamplingParams(max_new_tokens=len(ids) - 1, forced_ids=tuple(ids[1:]), logprobs=logprobs, ignore_eos=True)
     return Submit.of(ids[:1], params)
 
@@ -162,12 +162,12 @@ class _CompletionForm(OpenAIForm):
     ) -> None:
         super().__init__(served, body, id, "text_completion", sum(map(len, prompts)))
         self.scored: Sequence[Choice] = ()
-        """The prompts of more than one token as known texts, if `echo` shows their log-probabilities."""
+        """The scored prompts of more than one token, if `echo` shows their log-probabilities."""
         self.shows_scores = self.is_heavy = bool(body.echo) and body.logprobs is not None
         self._logprobs = body.logprobs
         self._n, self._per_prompt = body.n or 1, _best_of(body)
         self._prompts, self._echoes = prompts, echoes
-        self._offsets: dict[int, int] = {}  # per choice, the characters that a stream has shown log-probabilities of
+        self._offsets: dict[int, int] = {}  # per choice, the characters whose log-probabilities were sent
 
     def choices(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         shown: list[dict[str, Any]] = []
@@ -200,7 +200,7 @@ class _CompletionForm(OpenAIForm):
 
     @cached_property
     def _scores(self) -> list[dict[str, list[Any]]] | None:
-        """The log-probabilities of each prompt, if they are shown: as far as they came, once scoring has ended."""
+        """The log-probabilities of each prompt, if requested and scoring has ended."""
         if not self.shows_scores:
             return None
         found = iter(self.scored)
@@ -208,7 +208,7 @@ class _CompletionForm(OpenAIForm):
         return [_prompt_logprobs(tokens, ids, next(found).logprobs if len(ids) > 1 else []) for ids in self._prompts]
 
     def _echoed(self) -> list[dict[str, Any]]:
-        """The choices if nothing is generated: the prompts, if they are to be echoed."""
+        """The choices if no token is generated: the prompts, if echoed."""
         finish = "abort" if any(each.finish_reason == "abort" for each in self.scored) else "length"
         scores: Sequence[dict[str, list[Any]] | None] = self._scores or (None,) * len(self._echoes)
         return [
@@ -227,13 +227,13 @@ class _CompletionForm(OpenAIForm):
         return self.shown(index, {"text": echo + choice.text}, logprobs, choice, **more)
 
     def _first_offset(self, choice: Choice) -> int:
-        """Where the text of a choice's first token begins, behind what is echoed or was delivered before."""
+        """Offset of the text of a choice's first token, after echoed or previously delivered text."""
         delivered = choice.job.token_ids[: choice.job.num_delivered]
         echo = self._echoes[choice.index // self._per_prompt]
         return len(echo) + sum(len(self.served.tokens.text_of(token)) for token in delivered)
 
     def _after_prompt(self, choice: Choice, logprobs: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """A text's log-probabilities behind those of its prompt, if they are shown."""
+        """A text's log-probabilities, after those of its prompt if requested."""
         if not self._scores:
             return logprobs
         scores = self._scores[choice.index // self._per_prompt]
@@ -245,7 +245,7 @@ def _mean_logprob(choice: Choice) -> float:
 
 
 def _logprobs(tokens: Tokens, ids: Sequence[int], found: Sequence[TokenLogprobs], offset: int) -> dict[str, list[Any]]:
-    """Log-probabilities in the shape of completions; `offset` is where the text of the first token begins."""
+    """Log-probabilities in the shape of completions; `offset` is that of the first token's text."""
     texts = [tokens.text_of(token) for token in ids]
     offsets = []
     for text in texts:

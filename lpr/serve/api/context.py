@@ -121,8 +121,8 @@ class Context:
     ) -> str:
         """A grammar in llguidance's JSON form, "" for plain text; raises ApiError or DisconnectedError.
 
-        `held` is one that holds calls of tools, and takes the place of the `wanted` one, which is in it. `schemas` are
-        those of the tools, by their names.
+        `held` is a grammar for tool calls, which includes the `wanted` one and replaces it. `schemas` are those of the
+        tools, by name.
         """
         if held:
             return await unless_gone(request.receive, self.grammars.held(held, schemas, key_name(request)))
@@ -133,14 +133,14 @@ class Context:
     async def aside(self, request: Request, size: int, work: Callable[[], R]) -> R:
         """Run `work` on a text of `size` in a thread.
 
-        Raises ApiError if too many wait for one, DisconnectedError if the client goes.
+        Raises ApiError if too many requests wait for a thread, DisconnectedError if the client disconnects.
         """
         loop = asyncio.get_running_loop()
         turn = self._turns.run(key_name(request), size, lambda: loop.run_in_executor(self._pool, work))
         return await unless_gone(request.receive, turn)
 
     async def in_thread(self, work: Callable[[], R]) -> R:
-        """Run `work` for an answer that is complete, however many requests wait for a thread."""
+        """Run `work` in a thread for a finished answer, without a limit on waiting requests."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def ready(self) -> Served:
@@ -153,8 +153,8 @@ class Context:
     def name(self, request: Request, kind: str, wanted: str | None = None) -> str:
         """The id of a request: `kind`, and the body's `wanted` or the header's X-Request-Id.
 
-        Proxies pass one X-Request-Id on to several calls of a trace, and clients send a slow request twice: if it is
-        in use, a suffix is added. Raises ApiError if the body's id is in use.
+        Proxies send one X-Request-Id with several calls of a trace, and clients retry slow requests: if it is in use, a
+        suffix is added. Raises ApiError if the body's id is in use.
         """
         key = key_name(request)
         if wanted is not None:
@@ -175,7 +175,7 @@ class Context:
         limits: Callable[[], TextLimit] | None = None,
         model: str | None = None,
     ) -> Generation:
-        """Accept the texts that a request wants, as its key and its body have them treated. Raises ApiError.
+        """Accept the requests `wanted`, with the settings of the key and the body. Raises ApiError.
 
         The `model` is that of `body`, if there is one.
         """
@@ -193,7 +193,7 @@ class Context:
 
     @contextmanager
     def running(self, request: Request, name: str, generation: Generation) -> Iterator[None]:
-        """Let DELETE find a request by its id while it runs; cancels what is left of it at the end.
+        """Context: DELETE finds the request by its id; cancels unfinished texts at the end.
 
         Enter it before the first `await` after `name`, so that no other request takes the same name.
         """
@@ -215,7 +215,7 @@ class Context:
                 self.trace(request, generation)
 
     def cancel(self, request: Request, name: str) -> bool:
-        """End the key's requests with this id (with or without its kind) or X-Request-Id; False if there is none."""
+        """Cancel the key's requests with this id (with or without its kind) or X-Request-Id; False if there is none."""
         found = [
             generation
             for (key, full), (generation, came_with) in self.open.items()
@@ -231,7 +231,7 @@ class Context:
 
 
 async def begin(request: Request, user: str | None = None) -> tuple[Context, Served]:
-    """The context and the model for a prompt; notes the user and the keys of the prefix. Raises ApiError."""
+    """The context and the model for a prompt; records the user and the keys of the prefix. Raises ApiError."""
     context = context_of(request)
     request.state.user = user  # for the access log
     if context.names_prefix and not is_long(request):  # a long one's are noted already
@@ -240,19 +240,19 @@ async def begin(request: Request, user: str | None = None) -> tuple[Context, Ser
 
 
 async def aside(request: Request, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run `work`; for a long request in a thread, so that others are answered meanwhile."""
+    """Run `work`; for a long request in a thread, so that the event loop is not blocked."""
     if not is_long(request):
         return work(*args, **kwargs)
     return await context_of(request).aside(request, request.state.size, partial(work, *args, **kwargs))
 
 
 def is_long(request: Request) -> bool:
-    """True if the work on a request's body would hold up the event loop."""
+    """True if the work on a request's body would block the event loop."""
     return getattr(request.state, "size", 0) > LONG
 
 
 async def unless_gone(receive: Receive, work: Awaitable[R]) -> R:
-    """The result of `work`. If the client goes first, `work` is cancelled; raises DisconnectedError then."""
+    """The result of `work`. If the client disconnects, cancels `work` and raises DisconnectedError."""
     working, gone = asyncio.ensure_future(work), asyncio.create_task(disconnected(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -26,7 +26,7 @@ MOST = 512  # tokens of a middle where `n_predict` is -1
 
 
 class LineLimit:
-    """Ends a text at a line that is indented too little, or after a line once the time is up."""
+    """Ends a text at a line with too little indentation, or after the first line beyond the time limit."""
 
     def __init__(self, n_indent: int, t_max_ms: float) -> None:
         """Lines after the first need an indent of `n_indent`; `t_max_ms` counts from the first token."""
@@ -38,7 +38,7 @@ class LineLimit:
         self._has_line = False
 
     def take(self, text: str, last: bool) -> tuple[str, bool]:
-        """The part of new text that may be shown, and whether the text ends there."""
+        """The part of new text to show, and True if the text ends there."""
         now = time.monotonic()
         self._began = self._began if self._began is not None else now
         shown, ended = self._indented(text)
@@ -47,7 +47,7 @@ class LineLimit:
         if last and self._line:
             shown, self._line = shown + self._line, None
         self._has_line = self._has_line or "\n" in shown
-        # As in llama.cpp, not before a line is complete, so that slow machines still show one.
+        # As in llama.cpp, only after a complete line, so that slow machines show one too.
         return shown, bool(self._t_max) and self._has_line and now - self._began > self._t_max
 
     def _indented(self, text: str) -> tuple[str, bool]:
@@ -129,7 +129,7 @@ class _InfillForm(Form):
     body: InfillBody
     facts: dict[str, Any]
     fields: Mapping[str, Sequence[str]] | None
-    """The parts of the names of those that are wanted, taken apart once for all texts."""
+    """The requested fields, with each name split at "/"."""
     ends_with_done: ClassVar[bool] = False
 
     def whole(self, choices: Sequence[Choice]) -> Any:

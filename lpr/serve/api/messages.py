@@ -120,12 +120,12 @@ class _MessageForm(BlockForm):
 
 
 def _cancelled() -> ApiError:
-    """The error of a deleted request, of which no `stop_reason` is true; a client does not send it again by itself."""
+    """The error of a cancelled request: no `stop_reason` applies, and clients do not retry it automatically."""
     return ApiError(ErrorCode.CANCELLED, "the request was cancelled")
 
 
 def _object(text: str) -> Any:
-    """The arguments of a call; those that are cut off, or no object, under a name of their own."""
+    """The arguments of a call as an object; incomplete ones, or other values, under a single key."""
     try:
         value = json.loads(text) if text else {}
     except (ValueError, RecursionError):

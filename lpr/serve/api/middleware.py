@@ -27,20 +27,20 @@ from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
 
 OPEN_PATHS = frozenset(("/", "/health", "/livez", "/readyz", "/metrics"))
-"""Paths that need no key unless all are protected."""
-_UNLOGGED = OPEN_PATHS - {"/"}  # probes come every few seconds and would hide other requests
+"""Paths without a key check, unless --protect-all is given."""
+_UNLOGGED = OPEN_PATHS - {"/"}  # probes are frequent and would flood the log
 _HARMLESS = re.compile(r"[A-Za-z0-9._:-]{1,200}")  # ids of requests that are taken from clients
 MOST_WEIGHT = 1000.0  # the largest weight of a key; the smallest is 1 over it
 BODY_SECONDS = float(limits.BODY_SECONDS.most)  # time for a request's body to arrive
 Parse = Callable[[Scope, bytes, Receive], Awaitable[None]]
-"""Checks a request's body, and notes its value in the scope; raises ApiError or DisconnectedError."""
+"""Validates a request's body, and stores its value in the scope; raises ApiError or DisconnectedError."""
 
 
 class Keys:
     def __init__(self, keys: Iterable[tuple[str, str]] = (), weights: Mapping[str, float] | None = None) -> None:
-        """Keep the digests of `keys`, pairs of name and key. Equal lengths are compared in constant time.
+        """Store the digests of `keys`, pairs of name and key; digests are compared in constant time.
 
-        `weights` are the shares of names in the slots; default: 1.
+        `weights` are the weights of names in the sharing of slots; default: 1.
         """
         self._digests = [(name, _digest(key)) for name, key in keys]
         self.names = list(dict.fromkeys(name for name, _ in self._digests))
@@ -50,7 +50,7 @@ class Keys:
         return bool(self._digests)
 
     def name_of(self, key: str) -> str | None:
-        """The name of a key, or None; takes the same time for every key, known or not."""
+        """The name of a key, None if unknown; in the same time for every key."""
         given = _digest(key)
         found = None
         for name, digest in self._digests:
@@ -97,7 +97,7 @@ def _digest(key: str) -> bytes:
 
 
 def _weight(word: str) -> float | None:
-    """The weight that a word of a key file gives; None if it is none."""
+    """The weight in a word of a key file; None if it is not a weight."""
     try:
         weight = float(word)
     except ValueError:
@@ -106,7 +106,7 @@ def _weight(word: str) -> float | None:
 
 
 def _name(key: str) -> str:
-    """The name of a key without one. It does not reveal the key."""
+    """A generated name for an unnamed key, which does not reveal the key."""
     return "key-" + _digest(key).hex()[:8]
 
 
@@ -116,7 +116,7 @@ class Guard:
     def __init__(
         self, app: ASGIApp, args: ServeArgs, keys: Keys, replica: str, metrics: Metrics | None, parse: Parse
     ) -> None:
-        """Guard `app` of the service that a router knows as `replica`; `parse` parses bodies."""
+        """Guard `app`; `replica` is the service's name for routers, `parse` validates bodies."""
         self._parse = parse
         self._app = app
         self._args = args
@@ -124,7 +124,7 @@ class Guard:
         self._replica = replica
         self._metrics = metrics
         self._open = OPEN_PATHS - ({"/metrics"} if args.protect_metrics else set())
-        # A name can be made to lead here, from a page of another site (DNS rebinding). An address cannot.
+        # Host names are checked against DNS rebinding by pages of other sites. Addresses are safe.
         self._hosts = {name.lower() for name in args.allowed_hosts} if args.allowed_hosts or not keys else {"*"}
         self._arriving: dict[asyncio.Timeout, int] = {}  # bytes of incomplete bodies, the oldest first
         self._num_arriving = 0
@@ -172,15 +172,15 @@ class Guard:
                 self._write(scope, state, status, time.monotonic() - began)
 
     def check(self, scope: Scope, headers: Mapping[str, str]) -> None:
-        """Check all but the body, and note the name of the key; raises ApiError."""
+        """Check everything except the body, and record the name of the key; raises ApiError."""
         self._check_host(headers.get("host"))
         scope["state"]["key_name"] = self._check_key(scope, headers)
         _check_type(scope, headers)
-        if "transfer-encoding" in headers and "content-length" in headers:  # proxies may see another end of it
+        if "transfer-encoding" in headers and "content-length" in headers:  # request smuggling: a proxy may see another end of the body
             raise ApiError(ErrorCode.BAD_REQUEST, "a body has a Content-Length or a Transfer-Encoding, not both")
 
     def _own_headers(self, state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:
-        """Headers of every answer: the request's id, the replica, and the keys for routing by prefix."""
+        """Headers of every answer: request id, replica, and the prefix keys for routers."""
         yield b"x-request-id", state["request_id"].encode()
         if self._replica:
             yield b"x-lpr-replica", self._replica.encode("ascii", "replace")
@@ -188,7 +188,7 @@ class Guard:
             yield b"x-lpr-prefix", ",".join(state["prefix_keys"]).encode()
 
     def _check_host(self, host: str | None) -> None:
-        """Raise ApiError for a name that is not known to lead here. Clients without the header are no browsers."""
+        """Raise ApiError for an unknown host name. (Clients without the header are not browsers.)"""
         if host is None or "*" in self._hosts:
             return
         name = host.lower().rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host.lower()
@@ -202,7 +202,7 @@ class Guard:
             raise ApiError(ErrorCode.HOST, message) from None
 
     def _check_key(self, scope: Scope, headers: Mapping[str, str]) -> str:
-        """The name of the request's key. Preflights, which have none, are answered before they come here."""
+        """The name of the request's key. (CORS preflights, which have none, are answered earlier.)"""
         if not self._keys or (scope["path"] in self._open and not self._args.protect_all):
             return ""
         scheme, _, value = headers.get("authorization", "").partition(" ")
@@ -214,7 +214,7 @@ class Guard:
         return name
 
     async def with_body(self, scope: Scope, headers: Mapping[str, str], receive: Receive) -> Receive:
-        """Read the whole body; returns a `receive` that gives it and then what follows. Raises ApiError."""
+        """Read the whole body; returns a `receive` that replays it and then later messages. Raises ApiError."""
         limit, length = self._args.max_body, headers.get("content-length", "0")
         too_large = ApiError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than --max-body {limit} bytes")
         if length.isdecimal() and int(length) > limit:
@@ -241,13 +241,13 @@ class Guard:
         finally:
             self._num_arriving -= self._arriving.pop(patience, 0)
         content = bytes(body)
-        del body  # what waits holds the bytes once
+        del body  # a waiting request holds the bytes only once
         try:
             await self._parse(scope, content, receive)
         except DisconnectedError:
             return receive
         if "json" in scope["state"]:
-            content = b"{}"  # only that there is one counts from here on
+            content = b"{}"  # later code only checks that there is a body
         pending = [{"type": "http.request", "body": content, "more_body": False}]
 
         async def replayed() -> Message:
@@ -256,7 +256,7 @@ class Guard:
         return replayed
 
     def _arrives(self, body: asyncio.Timeout, size: int) -> None:
-        """Count `size` bytes of an incomplete body. If all together are too many, the oldest has no more time."""
+        """Count `size` bytes of an incomplete body. If all incomplete bodies exceed the limit, the oldest times out."""
         if body in self._arriving:
             self._arriving[body] += size
             self._num_arriving += size
@@ -286,9 +286,9 @@ def _declares_body(headers: Mapping[str, str]) -> bool:
 
 
 def _without_body(receive: Receive) -> Receive:
-    """A `receive` for requests whose body nobody reads: an empty one, and then that the client has gone.
+    """A `receive` for requests without a body: an empty body, and later the real disconnect message.
 
-    A streamed answer waits for that, and would end if it came at once.
+    A streamed answer waits for the disconnect, and would end at once if it came early.
     """
     pending: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 
@@ -305,7 +305,7 @@ def _without_body(receive: Receive) -> Receive:
 def _check_type(scope: Scope, headers: Mapping[str, str]) -> None:
     """Raise ApiError for a body that is not declared as JSON.
 
-    Browsers send other types across sites without a preflight, so any page could use a local service.
+    Browsers send other types cross-site without a preflight, so any page could use a local service.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if scope["method"] == "POST" and kind != "application/json" and not kind.endswith("+json"):

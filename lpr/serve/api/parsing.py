@@ -1,4 +1,5 @@
-"""Bodies: short ones are parsed here, and then validated by FastAPI; long ones by another process, both at once."""
+"""Request bodies: short ones are parsed here and validated by FastAPI; long ones are parsed and validated by another
+process."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from lpr.serve.text.tokens import LONG
 
 class Parser:
     def __init__(self, sandbox: Sandbox, kinds: Mapping[str, str], has_keys: bool) -> None:
-        """`kinds` has the name of the class of lpr.serve.bodies for each path; `sandbox` does the tasks of `checks`.
+        """`kinds` maps paths to class names of lpr.serve.bodies; `sandbox` runs the tasks of `checks`.
 
-        With `has_keys`, answers carry the keys of their prompt's prefix, for routers.
+        With `has_keys`, answers have the keys of their prompt's prefix in a header, for routers.
         """
         self._sandbox = sandbox
         self._kinds = kinds
         self._has_keys = has_keys
 
     async def parse(self, scope: Scope, body: bytes, receive: Receive) -> None:
-        """Note a body for JsonRequest. Raises ApiError, and DisconnectedError if the client goes."""
+        """Store a body for JsonRequest. Raises ApiError, and DisconnectedError if the client disconnects."""
         kind, state = self._kinds.get(scope["path"].removeprefix(scope.get("root_path", ""))), scope["state"]
         if kind is None or not body:
             return
@@ -50,10 +51,10 @@ class Parser:
 
 
 class JsonRequest(Request):
-    """A request whose body has been parsed, and perhaps validated, before it came here."""
+    """A request whose body was already parsed and possibly validated."""
 
     async def json(self) -> Any:
-        """The body's value, or the validated body, which FastAPI passes on as it is."""
+        """The body's value, or the validated body, which FastAPI does not validate again."""
         state = self.scope.get("state", {})
         return state["json"] if "json" in state else await super().json()
 
@@ -69,7 +70,7 @@ class JsonRoute(APIRoute):
 
 
 def kinds_of(routers: Iterable[APIRouter]) -> dict[str, str]:
-    """The name of the class of each path's body."""
+    """By path, the class name of its body."""
     routes = (route for router in routers for route in router.routes if isinstance(route, JsonRoute))
     return {
         route.path: kind.__name__

@@ -1,4 +1,4 @@
-"""One choice's reply as it is read: its pieces with each step, and its calls in the shape of chats."""
+"""Incremental parsing of one choice's reply: the pieces of each step, and calls in the shape of chats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lpr.serve.text.tokens import Tokens
 
 class Reply:
     def __init__(self, replies: Replies, tokens: Tokens, wanted: Submit) -> None:
-        """Read what follows a prompt; it and the seed decide the ids of calls, which every service so makes."""
+        """A parser of the reply to `wanted`. Ids of calls depend on the prompt and the seed, the same in every service."""
         seed = wanted.params.seed % 2**64
         self._replies, self._tokens = replies, tokens
         self._salt = blake2b(array("q", wanted.prompt_ids).tobytes(), key=seed.to_bytes(8, "little"))
@@ -28,13 +28,13 @@ class Reply:
         return self._reader.num_calls > 0
 
     def call_id(self, number: int) -> str:
-        """An id for the call, or other block, of this number."""
+        """An id for the call, or other block, number `number`."""
         salt = self._salt.copy()
         salt.update(number.to_bytes(8, "little"))
         return self._replies.call_id(salt.hexdigest())
 
     def delivered(self, choice: Choice, num_characters: int) -> list[Piece]:
-        """Before the first step, the pieces that another service has delivered: those of so many characters."""
+        """Before the first step: the pieces of the `num_characters` that another service has delivered."""
         is_first, self._is_begun = not self._is_begun, True
         if not is_first or not choice.job.num_delivered:
             return []
@@ -52,7 +52,7 @@ class Reply:
         return self._reader.feed(choice.text, True, cut=choice.finish_reason != "stop")
 
     def deltas(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """The calls among some pieces, or what they add to calls, in the shape of a chat's `tool_calls`."""
+        """New calls and additions to calls in `pieces`, in the shape of a chat's `tool_calls`."""
         calls: dict[int, dict[str, Any]] = {}
         for piece in pieces:
             if piece.kind == "call":
@@ -70,5 +70,5 @@ class Reply:
 
 
 def num_delivered(choice: Choice) -> int:
-    """Characters of a finished choice that another service has delivered."""
+    """Number of a finished choice's characters that another service has delivered."""
     return (choice.job.num_characters or 0) - len(choice.text)
