@@ -41,8 +41,8 @@ def build_inputs(
     """The tensors of a forward of `rows` over `cache`: one block (consecutive slots, in order), or packed.
 
     T and KV are padded to multiples of `node_bucket` and `kv_bucket`. With `tree_bits` the mask is a `tree_mask`
-    instead of a dense `visible`, and keys are given by block tables if `tables`. With `heights` rows are padded to the
-    numbers of GEMM rows of exact mode.
+    instead of a dense `visible`, and keys are given by block tables if `tables`. With `heights`, products have the
+    numbers of rows that exact mode needs.
     """
     node_bucket = lcm(node_bucket, heights.multiple) if heights is not None else node_bucket
     together = _same_shape(rows, node_bucket, kv_bucket) and cache.lie_evenly(rows)
