@@ -37,8 +37,8 @@ class Engine(EngineBase):
     """Decodes requests with one model: `generate` and `stream` run it, `submit` and `step` give control to the caller.
 
     The output of a request depends on the model, its prompt, SamplingParams and processors only, never on the
-    DecodeConfig, the other requests or the number of ranks (exactly in fp32; half precision rounds by the height of a
-    GEMM).
+    DecodeConfig, the other requests or the number of ranks (exactly in fp32; in half precision rounding
+    depends on the number of rows of a GEMM).
 
     With several ranks, rank 0 is the driver: its calls become commands, which every rank applies after the same step.
     The other ranks call `work`, which returns when the driver calls `close`. If every rank runs the same program

@@ -185,7 +185,7 @@ def static_shape(
     in_parts: bool = False,
     tables: bool = True,
 ) -> StaticShape | None:
-    """The smallest shape that holds `rows`, with a multiple of `height` entries per row and at most `max_entries`.
+    """The smallest shape for `rows`, with a multiple of `height` entries per row and at most `max_entries`.
 
     None if there is none: a shape is one block of consecutive slots. With vocab-parallel sampling (`in_parts`), limits
     cost an additional exchange, so they are applied only if needed.
