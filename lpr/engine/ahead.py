@@ -47,7 +47,7 @@ def look_ahead(
     fills: Sequence[Row],
     results: torch.Tensor | None,
 ) -> Ahead:
-    """Draft after this rank's evaluated entries; `rows` and `fills` are its own, `results` those of `rows`."""
+    """Draft after this rank's evaluated entries: its `rows` and `fills`, and the `results` of `rows`."""
     if plan.drafting is not None:
         return Ahead(plan.drafting.draft(plan, plan.times))
     num_guesses = plan.sizes.num_guesses
