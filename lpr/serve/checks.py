@@ -82,7 +82,7 @@ def check_body(kind: str, body: bytes, has_keys: bool = False) -> bytes:
     if _model is not None and isinstance(value, dict):
         _check_ids(value.get("prompt"), _model.max_length)
     try:
-        checked = _adapter(kind).validate_python(value, from_attributes=True)  # as FastAPI calls it, for equal error messages
+        checked = _adapter(kind).validate_python(value, from_attributes=True)  # as FastAPI: same messages
     except ValidationError as failure:
         first = failure.errors(include_url=False, include_input=False)[0]
         raise from_validation(first) from None

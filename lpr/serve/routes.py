@@ -1,6 +1,6 @@
-"""The HTTP side of the front: its endpoints, the server that answers them, and the model that they speak of.
+"""The HTTP side of the front: endpoints, server, and the served model.
 
-The front imports it after it has started the ranks, as it takes half a second.
+The front imports it after it has started the ranks, because the import takes 0.5 s.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Routes:
         self._serving: asyncio.Task[None] | None = None
 
     def open(self, main: Port, metrics: Port | None) -> asyncio.Task[None]:
-        """Answer what the ports accept, from now on; returns the server's task, which ends with `close`."""
+        """Start to answer requests at the ports; returns the server's task, which ends with `close`."""
         self._serving = asyncio.create_task(self._server.serve([]))
         self.context.metrics.watch(main)
         main.open(self._make(self._server.config, main))

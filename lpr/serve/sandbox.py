@@ -1,7 +1,7 @@
-"""Disposable processes for work that a client can make slow, large or deep: the service's side (see sandboxed).
+"""Disposable processes for work that a client can make slow, large or deeply nested: the service's side.
 
-Pools of processes that packages offer (pebble, loky, concurrent.futures) unpickle what comes from their workers, which
-have read what clients sent; limits of CPU time and memory per task, and queues that are fair to keys, they have not.
+Process pools in packages (pebble, loky, concurrent.futures) unpickle the output of workers, which process clients'
+input, and have neither CPU and memory limits per task nor fair queues.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lpr.serve.turns import Turns
 START_SECONDS = 60.0  # time for a process to start, and to prepare
 SPARE_SECONDS = 2.0  # time that a process has, beyond that of a task, to tell of its end
 _KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
-"""Variables that the process gets: no keys."""
+"""Environment variables passed to the process; no secrets."""
 _SINGLE = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """A process with threads cannot be forked."""
 
 
 class ExhaustedError(Exception):
-    """The work needs more time, memory or stack than it gets; the message ends a sentence: "it needs ..."."""
+    """The task exceeds its time, memory or stack; the message completes the sentence "it needs ..."."""
 
 
 def sandbox(
@@ -44,14 +44,14 @@ def sandbox(
 
 
 class Sandbox:
-    """A few processes that do one task each at a time, started again if they end. Not for several event loops."""
+    """A few processes that run one task each at a time and are restarted if they end. For one event loop only."""
 
     def __init__(
         self, module: str, seconds: float, memory: int, size: int = 1, weights: Mapping[str, float] | None = None
     ) -> None:
-        """Do the tasks of `module` with `seconds` of CPU time and `memory` bytes each, in `size` processes.
+        """Run tasks of `module` with `seconds` of CPU time and `memory` bytes each, in `size` processes.
 
-        `weights` are the shares of keys in them.
+        `weights` are the keys' weights in the sharing of the processes.
         """
         self._within = (seconds, memory)
         self._workers = [_Worker(module) for _ in range(size)]
@@ -63,7 +63,7 @@ class Sandbox:
         return len(self._turns)
 
     def prepare(self, *args: Any) -> None:
-        """Give the processes, and each that takes a place of theirs, what their tasks need."""
+        """Set the arguments of `prepare` for all processes, also restarted ones."""
         for each in self._workers:
             each.prepare(args)
 
@@ -74,9 +74,10 @@ class Sandbox:
     async def run(
         self, name: str, *args: Any, key: str = "", size: int = 0, within: tuple[float, int] | None = None
     ) -> Any:
-        """Do a task of a client with `key`, about `size` bytes large; it keeps its turn though its caller is cancelled.
+        """Run a task of about `size` bytes for a client with `key`; it continues even if its caller is cancelled.
 
-        Raises the ApiError that it raises, one if too many tasks wait, and ExhaustedError. `within` are other limits.
+        Raises the task's ApiError, an ApiError if too many tasks wait, and ExhaustedError. `within` overrides the
+        limits.
         """
 
         async def work() -> Any:
@@ -95,7 +96,7 @@ class Sandbox:
 class _Worker:
     def __init__(self, module: str) -> None:
         self._command = [sys.executable, "-m", "lpr.serve.sandboxed", module, str(NICE)]
-        self._prepared = list[Any]()  # nothing, at first: its answer says that the process has started
+        self._prepared = list[Any]()  # empty at first: the answer then confirms the start
         self._process: Process | None = None
         self._starting: asyncio.Task[Process] | None = None
         self._is_closed = False
@@ -135,10 +136,10 @@ class _Worker:
             # In a task of its own, for which `close` waits: asyncio can wait for ever in a start that is cancelled.
             self._starting = asyncio.create_task(self._started())
             process = await asyncio.shield(self._starting)
-        while not self._is_prepared:  # the time of a start is not the first task's
+        while not self._is_prepared:  # the start does not count for the first task's time
             prepared = self._prepared
             await self._ask(process, Task(next(self._numbers), PREPARE, prepared, START_SECONDS / PATIENCE))
-            self._is_prepared = prepared is self._prepared  # else it got other ones meanwhile
+            self._is_prepared = prepared is self._prepared  # false if `prepare` was called meanwhile
         return process
 
     async def _started(self) -> Process:
@@ -152,10 +153,10 @@ class _Worker:
         try:
             async with asyncio.timeout(patience(task.seconds) + SPARE_SECONDS):
                 result = await self._exchange(process, task)
-        except (TimeoutError, OSError, EOFError) as failure:  # the machine is overloaded, or has ended it
+        except (TimeoutError, OSError, EOFError) as failure:  # the machine is overloaded, or has killed the process
             await _end(process)
             raise ApiError(ErrorCode.OVERLOADED, "the request could not be checked now", retry_after=1) from failure
-        except asyncio.CancelledError:  # its result would be taken for the next one's
+        except asyncio.CancelledError:  # its late result would be read as the next task's
             await _end(process)
             raise
         if result.refused is not None:

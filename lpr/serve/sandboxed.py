@@ -1,12 +1,12 @@
-"""The process of a sandbox: does work that a client can make slow, large or deep, each piece in a fork of its own.
+"""The process of a sandbox: runs work that a client can make slow, large or deeply nested, each task in its own fork.
 
 Started as `python -m lpr.serve.sandboxed MODULE`, by lpr.serve.sandbox. Tasks arrive on standard input, results leave
 on standard output: structs in msgpack, each preceded by its length. A task names a function of MODULE's `TASKS`, and
-the CPU time and memory of its fork, which has a quarter of the usual stack, so code that recurses on what a client sent
-fails here and not in the service. `prepare` is called in this process itself, with what all later forks need.
+the CPU time and memory of its fork. A fork has a quarter of the usual stack, so that code which recurses on clients'
+input fails here and not in the service. `prepare` is called in this process itself, for all later forks.
 
-Linux gives the process no new privileges, and where it lets users make namespaces, no network. Its forks can write no
-files, make no connections, and start, signal or read no other process (lpr.serve.confined).
+On Linux the process has no new privileges and, if user namespaces are allowed, no network. Its forks cannot write
+files, open connections, or start, signal or read other processes (lpr.serve.confined).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from lpr.serve.messages import frame
 
 STACK = 2 << 20  # Bytes of stack. The ranks' main threads have 8 MiB, unless the system's own limit is lower.
 PATIENCE, LEAST_PATIENCE = 10, 5.0
-"""Seconds that a task may take, on a busy machine, per second of CPU time, and at least."""
+"""Wall-clock limit of a task: PATIENCE seconds per second of CPU time, at least LEAST_PATIENCE."""
 FILES = 64  # files that a fork may have open
-NICE = 10  # how far the processes stand behind the service, which answers others meanwhile
-LONGEST_TRACE = 4000  # characters of a bug's traceback that are told
-PREPARE = "prepare"  # name of the task that is not done in a fork
+NICE = 10  # niceness of the processes, below the service's priority
+LONGEST_TRACE = 4000  # most characters of a bug's traceback in a result
+PREPARE = "prepare"  # name of the task that runs without a fork
 TOO_DEEP, TOO_LARGE, TOO_LATE = "more depth than there is stack", "more memory than it may use", "more time than it may"
 
 
@@ -58,16 +58,16 @@ class Result(msgspec.Struct, array_like=True):
     number: int
     value: Any = None
     refused: tuple[str, str, str | None] | None = None  # code, message and field of an ApiError
-    ended: str | None = None  # what the task needed too much of, for the end of a sentence; or its error, if `is_bug`
+    ended: str | None = None  # the exceeded resource, to complete a sentence; or the error, if `is_bug`
     is_bug: bool = False
 
 
 def main(argv: list[str]) -> None:
-    """Do tasks until the service hangs up."""
+    """Run tasks until the service closes the connection."""
     confine()
-    die_with_parent()  # after the above, which forgets it
+    die_with_parent()  # after `confine`, which clears it
     module = importlib.import_module(argv[0])
-    os.nice(int(argv[1]))  # now: tasks of clients stand behind, and not the start that they wait for
+    os.nice(int(argv[1]))  # only now, so that the start is not slowed down
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     usual = soft if soft != resource.RLIM_INFINITY else 4 * STACK
     resource.setrlimit(resource.RLIMIT_STACK, (min(STACK, usual // 4), hard))
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
             if task.args:
                 module.prepare(*task.args)
             gc.collect()
-            gc.freeze()  # so that no fork copies what all share
+            gc.freeze()  # avoids copy-on-write by the collector in forks
             reply = frame(Result(task.number))
         else:
             reply = _forked(task, module.TASKS)
@@ -92,7 +92,7 @@ def patience(seconds: float) -> float:
 
 
 def _forked(task: Task, functions: Mapping[str, Any]) -> bytes:
-    """Do a task in a fork; returns its result as a frame."""
+    """Run a task in a fork; returns its result as a frame."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -122,11 +122,11 @@ def _read(pipe: int, end: float) -> bytes | None:
 
 
 def _work(task: Task, functions: Mapping[str, Any], writer: int) -> NoReturn:
-    """In a fork: do a task under limits, write its result to `writer`, and end."""
+    """In a fork: run a task under limits, write its result to `writer`, and exit."""
     code = 1
     try:
         die_with_parent()
-        signal.setitimer(signal.ITIMER_PROF, task.seconds)  # its signal ends the process, whatever code runs
+        signal.setitimer(signal.ITIMER_PROF, task.seconds)  # its signal ends the process during any code
         for kind, most in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, FILES)):
             resource.setrlimit(kind, (most, most))
         with contextlib.suppress(OSError, ValueError):  # Linux only
@@ -150,7 +150,7 @@ def _result(task: Task, functions: Mapping[str, Any]) -> Result:
         return Result(task.number, ended=TOO_DEEP)
     except (MemoryError, OverflowError):
         return Result(task.number, ended=TOO_LARGE)
-    except BaseException:  # a panic of Rust is no Exception
+    except BaseException:  # a Rust panic is not an Exception
         return Result(task.number, ended=traceback.format_exc()[-LONGEST_TRACE:], is_bug=True)
 
 

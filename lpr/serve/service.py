@@ -1,7 +1,7 @@
-"""The front's state: the open requests (lpr.serve.jobs), and the driver that works on them (lpr.serve.mesh_state).
+"""The front's state: open requests (lpr.serve.jobs), and the driver that processes them (lpr.serve.mesh_state).
 
-The driver gets every request at once: the engine's queue orders them, so that its targets see all that wait. The front
-keeps what limits and restarts need: which requests have a slot, and each one's output so far.
+Every request is sent to the driver at once: the engine's queue orders all waiting requests. For limits and restarts the
+front records which requests have a slot, and each one's output so far.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class Service:
         self.weights: Mapping[str, float] = {}
         """By name of a key, its weight in the sharing of slots; empty without keys."""
         self.tenants: list[str] = []
-        """Tenants whose outputs a driver may ask other replicas for before any request comes."""
+        """Tenants whose shared outputs a driver may load before their first request."""
         self.on_open: Callable[[Job], None] = lambda job: None
         self.on_chunk: Callable[[Job, Chunk], None] = lambda job, chunk: None
         self.on_end: Callable[[Job, Chunk], None] = lambda job, chunk: None
         self.on_event: Callable[[str, int], None] = lambda event, count: None
         """Called with an event of the ranks and its count: "rank_lost", "reform", "takeover", "restart", "poison"."""
         self.on_pause: Callable[[float], None] = lambda seconds: None
-        """Called with the seconds for which running requests stood still."""
+        """Called with the seconds for which running requests were interrupted."""
         self.adapters: dict[str, messages.Adapter] | None = None
-        """By name, what requests may name in the place of the model; None before a driver has told."""
+        """By name, the loaded adapters; None until a driver has reported them."""
         self._changes: dict[str, asyncio.Future[str | None]] = {}
-        """By name of an adapter that the driver is changing: why it could not, or None."""
+        """By adapter name, the future of a change by the driver: the failure's reason, or None."""
         self._send = send
         self._ids = itertools.count(1)
         self._jobs = Jobs()
         self._interrupted: list[Job] = []
-        """Jobs that had a slot when the driver was lost, until it is known whether all ranks died."""
+        """Jobs that had a slot when the driver was lost, until it is known if all ranks died."""
         self._active = time.monotonic()  # when the driver last got a request or sent a token
         self._paused: float | None = None  # when requests with a slot stopped because the driver was lost
         self._durations: deque[float] = deque(maxlen=64)
@@ -72,7 +72,7 @@ class Service:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of the requests without a slot, except those that the free slots and one more will take."""
+        """Prompt tokens of the requests without a slot, except for the next ones (free slots and one more)."""
         return sum(job.num_to_fill for job in self._queued)
 
     @property
@@ -82,7 +82,7 @@ class Service:
         return waiting[max(0, self.mesh.num_slots + 1 - len(running)) if self.mesh.up else 0 :]
 
     def check_ready(self) -> messages.Facts:
-        """The facts; raises ApiError before the model was loaded once, and while the server shuts down."""
+        """The facts; raises ApiError before the first load of the model, and during shutdown."""
         if self.draining:
             raise ApiError(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
         if self.mesh.facts is None:
@@ -90,9 +90,9 @@ class Service:
         return self.mesh.facts
 
     def check_room(self, num_requests: int, num_tokens: int, key: str = "") -> None:
-        """Raise ApiError if `num_requests` more requests, of `num_tokens` prompt tokens together, cannot wait.
+        """Raise ApiError if the queue has no room for `num_requests` more requests with `num_tokens` prompt tokens.
 
-        `key` is the name of the client's, whose own requests are limited too.
+        `key` is the name of the client's key, whose requests have their own limit.
         """
         self.check_ready()
         code, room = self._overloaded, self._room
@@ -111,9 +111,9 @@ class Service:
             self._check_share(num_requests, num_tokens, key)
 
     def open(self, submit: Submit, inbox: Inbox, ready: bool) -> Job:
-        """Accept a request, after `check_room`. It is then either finished or cancelled.
+        """Accept a request, after `check_room`; it must later be finished or cancelled.
 
-        Its chunks go to `inbox`. One that is not `ready` takes room in the queue, and begins after `release`.
+        Its chunks go to `inbox`. One that is not `ready` takes queue room and starts after `release`.
         """
         job = Job(next(self._ids), submit, inbox, token_ids=submit.delivered)
         if job.token_ids:
@@ -125,7 +125,7 @@ class Service:
         return job
 
     def release(self, job: Job) -> None:
-        """A job that was not ready is ready, unless it has ended meanwhile."""
+        """Mark a job as ready, unless it has ended."""
         if job in self._jobs:
             self._jobs.release(job)
             self._pump()
@@ -139,7 +139,7 @@ class Service:
             self._pump()
 
     def finish(self, job: Job) -> None:
-        """End a job that has all the text that is wanted. If the driver has it, its last chunk carries the usage."""
+        """End a job whose text is complete. If the driver has it, its last chunk brings the usage."""
         if job.id in self._jobs.given:
             job.is_complete = True
             self._send(messages.Finish(job.id))
@@ -175,7 +175,7 @@ class Service:
     # Messages of the driver.
 
     def receive(self, message: messages.ToFront) -> None:
-        """Take a message of the driver; raises ProtocolError if it does not follow from those before."""
+        """Handle a message of the driver; raises ProtocolError if it is unexpected."""
         self.mesh.heard = time.monotonic()
         if isinstance(message, messages.Stepped):
             if message.chunks:
@@ -193,7 +193,7 @@ class Service:
         elif isinstance(message, messages.Loading):
             self.mesh.loading = message
         elif isinstance(message, messages.Facts):
-            if self.mesh.welcome(message):  # it takes requests: first those of the driver before
+            if self.mesh.welcome(message):  # ready for requests: first those of the previous driver
                 self._interrupted = []
                 known = None if self.adapters is None else list(self.adapters.values())
                 self._send(messages.Resume(list(self._jobs.held), known, self.tenants))
@@ -208,7 +208,7 @@ class Service:
             self.mesh.pid = message.pid
 
     def lost(self) -> None:
-        """The driver is gone: its jobs wait for the next one."""
+        """Handle the loss of the driver: its jobs wait for the next one."""
         if self.mesh.up:
             self._interrupted = self._running
             if self._interrupted and self._paused is None:
@@ -223,9 +223,9 @@ class Service:
                 self._end_as_stopped(job)
 
     def died(self, how: str) -> bool:
-        """All ranks are gone, as `how` says ("ended with code 1"); returns whether they worked on a request.
+        """Handle the death of all ranks; `how` describes it ("ended with code 1"). True if they worked on a request.
 
-        A request on which they have died repeatedly, and now alone, fails (see lpr.serve.jobs).
+        A request that repeatedly killed the ranks while running alone fails (see lpr.serve.jobs).
         """
         if self.mesh.up:
             self.lost()
@@ -240,7 +240,7 @@ class Service:
         return bool(running)
 
     def ready_reason(self) -> str | None:
-        """Why no request is worked on now; None if the service is ready."""
+        """The reason why no request is processed now; None if the service is ready."""
         return "shutting down" if self.draining else self.mesh.ready_reason()
 
     # Within.
@@ -254,7 +254,7 @@ class Service:
         return self.mesh.num_slots + 1 + self._args.max_queue
 
     def _check_share(self, num_requests: int, num_tokens: int, key: str) -> None:
-        """Raise ApiError if a key would hold more of the queue than it may."""
+        """Raise ApiError if a key would exceed its limits on the queue."""
         parts = 2 if len(self.weights) > 1 else 1
         most = self._args.max_requests_per_key or max(1, self._room // parts)
         num_open = sum(job.submit.share == key for job in self._jobs)
@@ -317,7 +317,7 @@ class Service:
             self._end(job, chunk)
 
     def _bound_unread(self) -> None:
-        """End the streams with the most unread bytes, while clients leave too much unread."""
+        """End the streams with the most unread bytes until the total of unread bytes is within the limit."""
         sizes = {job.inbox: job.inbox.size for job in self._jobs}
         while sum(sizes.values()) > limits.UNREAD.most:
             longest = max(sizes, key=lambda each: sizes[each])
@@ -348,6 +348,6 @@ class Service:
             self._idle.set()
 
     def _wait(self) -> int:
-        """Seconds after which a place in the queue is likely, from 1 to 60."""
+        """Retry-After: seconds until a place in the queue is likely, from 1 to 60."""
         mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
         return max(1, min(60, math.ceil(mean * len(self._jobs) / max(1, self.mesh.num_slots) / 4)))

@@ -1,4 +1,4 @@
-"""A stderr that never blocks: a reader that has stopped, or a full disk, holds up nothing."""
+"""A stderr that never blocks, even if its reader has stopped or the disk is full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lpr.serve import limits
 
 
 class Unblocking:
-    """A text stream that a thread writes. What the thread cannot keep up with is dropped, and counted in the end."""
+    """A text stream written by a thread. Text beyond its queue is dropped and counted."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Turns at the few workers beside the event loop, shared among keys: no client's work makes another's wait for long."""
+"""Fair sharing of the few workers (threads or processes) between API keys."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class _Task:
 
 
 class Turns:
-    """Gives each task a turn: the key that has used least time for its weight goes first.
+    """Schedules tasks: the key with the least used time over its weight comes first.
 
-    A task that has begun keeps its turn to its end, also if nobody waits for it any more. Where there are several keys,
-    none has all workers. Not for use from several event loops.
+    A started task runs to its end, even if its caller is gone. With several keys, no key gets all workers. For one
+    event loop only.
     """
 
     def __init__(self, num_workers: int, weights: Mapping[str, float]) -> None:
@@ -46,7 +46,7 @@ class Turns:
         self._make_room(key, size)
         task = _Task(key, size, work, asyncio.get_running_loop().create_future())
         active = {each.key for each in self._tasks}
-        if key not in active:  # it has no claim to the time that it did not ask for
+        if key not in active:  # idle time earns no credit
             self._used[key] = max(self._used[key], min((self._used[other] for other in active), default=0))
         self._waiting.append(task)
         self._begin()
@@ -65,14 +65,14 @@ class Turns:
         return self._weights.get(key, 1.0)
 
     def _load(self, key: str | None, size: int = 0) -> float:
-        """The part of the room that a key's tasks take, or all tasks, and one more of `size` bytes if that is given."""
+        """The used part of the room, by a key's or all tasks, plus one more task of `size` bytes if given."""
         sizes = [each.size for each in self._tasks if key is None or each.key == key]
         count, total = len(sizes) + bool(size), sum(sizes) + size
         by_bytes = total / limits.ASIDE_BYTES.most if len(sizes) else 0.0  # a single one may be larger than the room
         return max(count / max(1, limits.ASIDE.most), by_bytes) if limits.ASIDE.most else float("inf")
 
     def _make_room(self, key: str, size: int) -> None:
-        """Raise ApiError if there is no room: for a key's half of it, or for the key that takes most of it."""
+        """Make room for a task; raises ApiError if the key exceeds half of the room or uses most of a full one."""
         size = max(1, size)
         refused = ApiError(ErrorCode.OVERLOADED, "too many large requests wait to be checked", retry_after=1)
         if self._load(key, size) > (0.5 if len(self._weights) > 1 else 1.0):

@@ -151,7 +151,7 @@ def _ids(served: Served, body: CompletionBody, prompt: str | list[int]) -> list[
 
 
 def _scored(ids: list[int], logprobs: int) -> Submit:
-    """A request whose output is forced to be a prompt from its second token on, to get the tokens' log-probabilities."""
+    """A request whose output is forced to be a prompt from its second token on, for their log-probabilities."""
     params = SamplingParams(max_new_tokens=len(ids) - 1, forced_ids=tuple(ids[1:]), logprobs=logprobs, ignore_eos=True)
     return Submit.of(ids[:1], params)
 

@@ -176,7 +176,7 @@ class Guard:
         self._check_host(headers.get("host"))
         scope["state"]["key_name"] = self._check_key(scope, headers)
         _check_type(scope, headers)
-        if "transfer-encoding" in headers and "content-length" in headers:  # request smuggling: a proxy may see another end of the body
+        if "transfer-encoding" in headers and "content-length" in headers:  # request smuggling
             raise ApiError(ErrorCode.BAD_REQUEST, "a body has a Content-Length or a Transfer-Encoding, not both")
 
     def _own_headers(self, state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:

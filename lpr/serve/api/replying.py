@@ -16,7 +16,7 @@ from lpr.serve.text.tokens import Tokens
 
 class Reply:
     def __init__(self, replies: Replies, tokens: Tokens, wanted: Submit) -> None:
-        """A parser of the reply to `wanted`. Ids of calls depend on the prompt and the seed, the same in every service."""
+        """A parser of the reply to `wanted`. Ids of calls depend on prompt and seed, the same in every service."""
         seed = wanted.params.seed % 2**64
         self._replies, self._tokens = replies, tokens
         self._salt = blake2b(array("q", wanted.prompt_ids).tobytes(), key=seed.to_bytes(8, "little"))

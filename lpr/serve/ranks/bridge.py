@@ -1,6 +1,6 @@
-"""The work of a rank: join the others, load the model, drive or take part.
+"""The work of a rank: join the mesh, load the model, drive the engine or take part.
 
-Rank 0 feeds the engine with the front's requests, and sends the front what steps add.
+Rank 0 submits the front's requests to the engine, and sends the new chunks of each step to the front.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lpr.fleet.sharing import SharedDrafts  # its client is an optional package
 
 MOST_READ = 1024  # delivered tokens of new requests that are read between two steps, at least those of one request
-COMPILING_EVERY = 0.005  # seconds between two looks at grammars that are compiled, without other work
+COMPILING_EVERY = 0.005  # seconds between two polls of compiling grammars, without other work
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -50,7 +50,7 @@ def run(args: ServeArgs, line: Line | None) -> None:
         enabled = args.engine.enable_lora or args.allow_runtime_lora_updating
         options = replace(args.engine, device=device, enable_lora=enabled)
         engine = Engine.from_pretrained(model, args.decode, options, comm=comm)
-        # Without this, each full garbage collection walks a million objects that stay, in the middle of some step.
+        # Otherwise each full garbage collection traverses a million permanent objects during a step.
         gc.freeze()
         if line is not None:
             if engine.memory is not None:
@@ -99,7 +99,7 @@ def _shared(args: ServeArgs, engine: Engine, line: Line) -> Iterator[SharedDraft
 
 @contextlib.contextmanager
 def _stopped(engine: Engine, line: Line) -> Iterator[None]:
-    """End the other ranks too, unless a rank was lost or failed in a step, which they hear of as a loss."""
+    """Context: ends the other ranks too, unless a rank was lost or failed in a step, which they detect as a loss."""
     try:
         yield
     except (FrontGoneError, InputError):
@@ -113,7 +113,7 @@ def _stopped(engine: Engine, line: Line) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_trie(path: Path | None, engine: Engine, loads: bool) -> Iterator[None]:
-    """Load the trie at `path`, unless another driver has, and save it at the end."""
+    """Context: loads the trie at `path` if `loads`, and saves it at the end."""
     if path is not None:
         if loads and trie_path(path).exists():
             read_trie(path)
@@ -130,25 +130,25 @@ def _tell(line: Line | None, stage: str, number: int) -> None:
 
 
 class EngineBridge(StepHooks):
-    """Between the front's socket and rank 0's engine."""
+    """Connects the front's socket with rank 0's engine."""
 
     def __init__(self, engine: Engine, line: Line, model: str, drafts: SharedDrafts | None = None) -> None:
         """Connect `engine` and `line`; raises InputError for a model that cannot be served.
 
-        After a change of drivers the engine holds requests already, and the front says which of them go on. `drafts`
-        shares outputs with other replicas.
+        After a change of drivers the engine holds requests already, and the front tells which of them continue.
+        `drafts` shares outputs with other replicas.
         """
         self.engine = engine
         self.overlaps = engine.model.device.type == "cuda"
-        """True if the device works while the host goes on: then chunks are sent while the next step runs."""
+        """True if the device runs asynchronously: chunks are then sent while the next step runs."""
         self._drafts = drafts
         self._line = line
         self._open: dict[int, Request] = {}
         self._new: dict[int, Submit] = {}  # requests that are not submitted yet
         self._compiling: dict[int, Future[Any]] = {}
-        """Grammars of some of these, without which a step would wait for them."""
+        """Compiling grammars of new requests, which are submitted afterwards so that no step waits."""
         self._changes: dict[str, Future[None]] = {}
-        """By name, adapters that the ranks are about to load or unload."""
+        """By name, the futures of adapters being loaded or unloaded."""
         self._num_steps = 0
         self._ready: list[Chunk] = []  # chunks outside steps, to be sent with the next ones
         self._advanced: list[Request] = []
@@ -171,9 +171,9 @@ class EngineBridge(StepHooks):
             self.engine.hooks = StepHooks()
 
     def _obey(self, received: Sequence[messages.ToDriver]) -> bool:
-        """Do what the front says; False after Stop.
+        """Handle the front's messages; False after Stop.
 
-        Requests are submitted after those that end, and as many as can be read without a delay of the others.
+        Ends are handled before new requests; of these only as many are submitted as do not delay running ones.
         """
         for message in received:
             if isinstance(message, Stop):
@@ -205,7 +205,7 @@ class EngineBridge(StepHooks):
         return True
 
     def _change(self, message: messages.LoadAdapter | messages.UnloadAdapter) -> None:
-        """Load or unload an adapter; the requests that come next wait for it."""
+        """Load or unload an adapter; later requests wait for it."""
         name, engine = message.name, self.engine
         try:
             done = (
@@ -219,8 +219,8 @@ class EngineBridge(StepHooks):
         self._changes[name] = done
 
     def _tell_changes(self) -> None:
-        """Tell the front what has become of adapters."""
-        if not all(done.done() for done in self._changes.values()):  # the front forgets what is not there yet
+        """Report finished adapter changes to the front."""
+        if not all(done.done() for done in self._changes.values()):  # the front drops adapters that are not listed
             return
         for name, done in self._changes.items():
             failure = done.exception()
@@ -230,7 +230,7 @@ class EngineBridge(StepHooks):
         self._changes.clear()
 
     def begin_step(self) -> None:
-        """Tell the front which requests have got a slot, before a step that may be the last of the ranks."""
+        """Tell the front which requests got a slot, before a step that may kill the ranks."""
         running = {request.id for request in self.engine.scheduler.running}
         if not running <= self._begun:
             self._line.moved(self._load())
@@ -284,7 +284,7 @@ class EngineBridge(StepHooks):
             self._drafts.finished(request.tenant, request.prompt_ids, request.token_ids)
 
     def _submit(self, message: Submit) -> Iterator[Chunk]:
-        """Submit a request, or continue one that the ranks hold; yields what can be sent at once."""
+        """Submit a request, or continue one that the ranks hold; yields chunks to send at once."""
         id = int(message.id)
         request = self.engine.requests.get(id)
         try:
@@ -312,7 +312,7 @@ class EngineBridge(StepHooks):
             self._line.send(messages.Stepped([chunk], self._line.load))
 
     def _resume(self, message: messages.Resume) -> None:
-        """Abort the requests that the front has dropped since it told a lost driver of them."""
+        """Abort the requests that the front has dropped while there was no driver."""
         if self._drafts is not None:
             for tenant in message.tenants:
                 self._drafts.follow(tenant)
@@ -356,7 +356,7 @@ def adapters_of(engine: Engine) -> list[messages.Adapter]:
 
 
 def epoch_of(comm: Comm) -> int:
-    """How often the ranks of `comm` have re-formed; 0 if a lost rank ends the job."""
+    """The epoch of `comm`'s mesh; 0 if a lost rank ends the job."""
     return comm.membership.epoch if comm.membership is not None else 0
 
 

@@ -1,7 +1,7 @@
 """The driver's end of the socket.
 
-One thread reads it, another writes it and sends a pulse every second, so that a long step and a slow front do not hold
-each other up. Only the main thread uses the engine. No torch here: rank 0 connects before it loads anything.
+One thread reads it, another writes it and sends a pulse every second, so that a long step and a slow front do not block
+each other. Only the main thread uses the engine. This module does not import torch: rank 0 connects before it loads it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Line:
 
     @property
     def load(self) -> Load:
-        """The state of the engine, and how long ago it was noted."""
+        """The state of the engine, with the seconds since it was recorded."""
         return msgspec.structs.replace(self._load, last_step=time.monotonic() - self._moved)
 
     def moved(self, load: Load) -> None:
-        """Note the state of the engine after a turn of the step loop."""
+        """Record the state of the engine after an iteration of the step loop."""
         self._load, self._moved = load, time.monotonic()
 
     def send(self, message: ToFront) -> None:

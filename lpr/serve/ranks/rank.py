@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def bridge() -> ModuleType:
-    """Import what drives a rank: torch and transformers come with it, which takes seconds."""
-    gc.disable()  # to look for garbage among what imports make, all of which stays, takes a sixth of that time
+    """Import the bridge, with torch and transformers, which takes seconds."""
+    gc.disable()  # collections during the imports would take a sixth of the time and free nothing
     try:
         return importlib.import_module("lpr.serve.ranks.bridge")
     finally:
@@ -64,7 +64,7 @@ def bridge() -> ModuleType:
 
 def launched(argv: Sequence[str]) -> int:
     """Run a rank that a launcher has started. Rank 0 also starts the front."""
-    # The launcher passes signals on to every rank. The front finishes open requests and then stops the ranks.
+    # The launcher sends signals to every rank. The front finishes open requests and then stops the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if whole_number("RANK", 0) != 0:

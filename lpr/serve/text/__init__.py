@@ -1,1 +1,1 @@
-"""Text in the front: tokens, templates, holes, grammars and log-probabilities, without a model."""
+"""Text processing in the front: tokens, chat templates, fill-in-the-middle, grammars and tool calls."""

@@ -1,4 +1,4 @@
-"""Grammars, in llguidance's Lark form, of replies that call tools: names and arguments are those that were declared."""
+"""Grammars, in llguidance's Lark form, of replies with calls of declared tools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CallGrammar:
         return f"{before} call {more} {after}"
 
     def thought(self, thoughts: Thoughts, begun: bool) -> str:
-        """An expression for a thought, of which the prompt may have `begun` one; otherwise it may be missing."""
+        """An expression for a thought; optional unless the prompt has `begun` one."""
         self._rules.append(f"thought: {self._up_to(thoughts[1])} /\\n{{0,2}}/")
         return "thought" if begun else f"({self._text(thoughts[0])} thought)?"
 
@@ -41,11 +41,11 @@ class CallGrammar:
         return self._rule("%json " + json.dumps(held, ensure_ascii=False))
 
     def text(self, format: Format, written: str = "") -> str:
-        """An expression for a text, such as `written`, behind what the format puts before it."""
+        """An expression for a text, such as `written`, after the format's prefix of texts."""
         return f"{self._text(format.text)} {written}" if format.text else written
 
     def free(self, format: Format) -> str:
-        """An expression for text in which no call begins, in any form that is read as one."""
+        """An expression for text in which no call begins, in any form that the parser reads as one."""
         tags = {QWEN.head, (format.tags or QWEN).head} - {""}
         plain = [re.escape(mark) for mark in (*format.opens, *tags) if mark not in self._added and mark not in BARE]
         if "{" in format.opens:
@@ -56,7 +56,7 @@ class CallGrammar:
         return "TEXT"
 
     def written(self, start: str) -> str:
-        """The grammar whose whole text is `start`."""
+        """The complete grammar with the start expression `start`."""
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
     def _call(self, format: Format, name: str, schema: Mapping[str, Any]) -> str:
@@ -66,7 +66,7 @@ class CallGrammar:
         return f"{before} {' '.join(self._pairs(format.tags, schema))} {after}"
 
     def _pairs(self, tags: Tags, schema: Mapping[str, Any]) -> Iterator[str]:
-        """The arguments in the order of the schema, those that are not required as options."""
+        """The arguments in the order of the schema; optional ones may be missing."""
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         names, properties = schema.get("required"), schema.get("properties")
         required = {each for each in names if isinstance(each, str)} if isinstance(names, list) else set()
@@ -90,9 +90,9 @@ class CallGrammar:
         return f"{self._text(before)} {value} {self._text(after[len(end) :])}"
 
     def _up_to(self, end: str) -> str:
-        """An expression for any text and `end`, which comes nowhere before."""
+        """An expression for any text up to and including the first `end`."""
         first = MARK.match(end)
-        if first is not None and first[0] in self._added:  # no text holds it
+        if first is not None and first[0] in self._added:  # an added token is not part of text
             return f"{self._rule('/(?s:.*)/')} {self._text(end)}"
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/")
@@ -116,7 +116,7 @@ class CallGrammar:
 
 
 def _bare(schema: Any, is_names: bool = False) -> Any:
-    """A schema without what only people read; `is_names` where keys are names of properties."""
+    """A schema without descriptions and other annotations; `is_names` if the keys are property names."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,9 +1,9 @@
-"""How families of models write calls of tools, found by their chat templates.
+"""Tool-call formats of model families, recognised by their chat templates.
 
-A model belongs to the first row of `FORMATS` whose signs are all in its template. A row has a family's marks, for the
-reader (lpr.serve.text.forms) and for the grammar that holds required calls (lpr.serve.text.call_grammar). No kept
-library was found for this: transformers' own (`utils.chat_parsing`) imports transformers and needs a template of each
-response, which few models have; openai-harmony reads one family; extractions of SGLang's parsers pin transformers.
+A model has the first format of `FORMATS` whose signs are all in its template. A format has a family's marks, for the
+parser (lpr.serve.text.forms) and for the grammar of required calls (lpr.serve.text.call_grammar). No maintained library
+does this: transformers' `utils.chat_parsing` imports transformers and needs a response template, which few models have;
+openai-harmony supports one family; extractions of SGLang's parsers pin transformers.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ NAMES = tuple(each.name for each in FORMATS)
 
 
 def find_format(template: str, name: str = "auto") -> Format | None:
-    """The format of a chat template; None if it knows no tools, or writes calls in a way that is not known.
+    """The format of a chat template; None if it has no tools or an unknown format of calls.
 
     A `name` other than "auto" is that of a format, or "none".
     """

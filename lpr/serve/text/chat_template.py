@@ -28,14 +28,14 @@ RESERVED = frozenset((
     "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "additional_special_tokens", "image_token",
     "audio_token", "video_token",
 ))  # fmt: skip
-"""Names that `more` cannot set, as they have a meaning already, besides the tokenizer's own special tokens."""
+"""Reserved names that `more` cannot set, besides the tokenizer's special tokens."""
 MOST_RENDERED = 1 << 24  # characters of a rendered prompt where the tokenizer gives no limit
 MOST_SHAPES = 1024  # shapes of conversations whose fits are remembered
-_UNKNOWN = "unknown"  # stands for the place of a lost text where the template refuses made-up texts
+_UNKNOWN = "unknown"  # place of a lost text if the template refuses the probe texts
 CONTINUE = "continue_final_message"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # values of `reasoning_effort`, in their order
 _TOOL: Plain = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
-"""Stands for the tools of a conversation whose shape is tried."""
+"""Placeholder for the tools of a conversation whose shape is tested."""
 
 
 class TemplateError(ValueError):
@@ -64,7 +64,7 @@ def _raise(message: str) -> None:
 
 class ChatTemplates:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Compile the templates. One that is not Jinja has a `failure`, and is refused when it is used."""
+        """Compile the templates. An invalid one gets a `failure` and is refused at use."""
         self.sources = dict(sources)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
@@ -84,7 +84,7 @@ class ChatTemplates:
         self._fits: dict[str, Fit] = {}
         self._efforts: dict[tuple[str, str], str] = {}
         self._chosen: dict[bytes, tuple[Fit, str | None]] = {}
-        """The fit of conversations by their shapes, and the place of a text that no fit shows."""
+        """By shape of a conversation: its fit, and the place of a text that no fit includes."""
 
     def __bool__(self) -> bool:
         return bool(self.sources)
@@ -95,7 +95,7 @@ class ChatTemplates:
         return self.sources[self._name(True)] if self.sources else ""
 
     def _name(self, has_tools: bool) -> str:
-        """The name of the template to use, by the names that transformers gives a meaning."""
+        """The name of the template to use, by transformers' convention."""
         names = ("tool_use", "default") if has_tools else ("default",)
         return next((name for name in names if name in self.sources), next(iter(self.sources)))
 
@@ -104,11 +104,11 @@ class ChatTemplates:
         return len(self._fits) == len(self.sources)
 
     def know(self, fits: Mapping[str, Any]) -> None:
-        """Take over the result of `learnt` from another process; a template that is missing in it reads everything."""
+        """Take over the result of `learnt` from another process; a template missing there gets the default fit."""
         self._fits = {name: msgspec.convert(fits.get(name, {}), Fit) for name in self.sources}
 
     def learnt(self) -> dict[str, Any]:
-        """What each template reads, as JSON values."""
+        """The fit of each template, as JSON values."""
         return {name: msgspec.to_builtins(self._fit(name)) for name in self.sources}
 
     def _fit(self, name: str) -> Fit:
@@ -127,7 +127,7 @@ class ChatTemplates:
         )
 
     def fitted(self, messages: Sequence[Plain], **more: Any) -> tuple[str, str | None]:
-        """The prompt of messages as clients send them, fitted to the template, and the place of a text that it lacks.
+        """The prompt of a client's messages, fitted to the template, and the place of a text that is missing in it.
 
         Raises TemplateError.
         """
@@ -148,7 +148,7 @@ class ChatTemplates:
         return prompt, lost
 
     def _choose(self, name: str, messages: Sequence[Plain], more: Mapping[str, Any]) -> tuple[Fit, str | None]:
-        """The fit that shows all texts of a conversation of this shape, or the place of one that it lacks."""
+        """The fit with which all texts of such a conversation are in the prompt, or the place of a missing text."""
         marks, words = marked(messages)
         found: tuple[Fit, str | None] | None = None
         for fit in self._fit(name).varied():
@@ -165,7 +165,7 @@ class ChatTemplates:
         return self._render(name, fit.messages(messages), {**variables, **tools})
 
     def _effort(self, name: str, wanted: Any) -> Any:
-        """The nearest effort of reasoning that the template takes."""
+        """The nearest reasoning effort that the template accepts."""
         if wanted not in EFFORTS:
             return wanted
         if (name, wanted) not in self._efforts:
@@ -186,7 +186,7 @@ class ChatTemplates:
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
             return str(self._templates[name].render(values, messages=list(messages)))
-        except Exception as failure:  # a template is code, and a client's words may lead it anywhere
+        except Exception as failure:  # a template is code and may raise any type
             raise TemplateError(first_line(failure)) from failure
 
 
@@ -213,7 +213,7 @@ def render_prompt(templates: ChatTemplates, messages: Sequence[Plain], variables
 
 
 def _cut(templates: ChatTemplates, prompt: str, end: str, begun: str) -> str:
-    """The prompt up to the mark `end` behind the `begun` answer, with that as the client wrote it."""
+    """The prompt up to the mark `end` after the `begun` answer, with that answer as the client wrote it."""
     text, mark, _ = prompt.rpartition(end)
     kept = begun.lstrip()
     if mark and text.endswith(kept):
@@ -226,7 +226,7 @@ def _cut(templates: ChatTemplates, prompt: str, end: str, begun: str) -> str:
 
 
 def _ended(message: Plain, end: str) -> Plain:
-    """A message with a mark behind its text, which begins without white space: templates may trim that."""
+    """A message with a mark appended to its text, without white space before it, which templates may trim."""
     if message.get("tool_calls"):
         raise bad(CONTINUE, f"{CONTINUE}: the last message has calls, and no text goes on behind them")
     return {**message, "content": text_of(message["content"]).lstrip() + end}

@@ -1,4 +1,4 @@
-"""From the body of a conversation to its prompt: in the front if it is short and simple, else in another process."""
+"""Renders the prompt of a conversation: in the front if it is short and simple, else in a sandbox process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prompt_of(templates: ChatTemplates, body: ChatBody | TokenizeBody, most: int
 
 
 def is_simple(body: ChatBody | TokenizeBody) -> bool:
-    """True if a conversation has neither calls nor tools nor template variables: the template's work is linear."""
+    """True if a conversation has no calls, tools and template variables, so that rendering takes linear time."""
     more = isinstance(body, ChatBody) and (body.chat_template_kwargs or body.tools)
     return not more and not any(message.tool_calls or message.function_call for message in body.messages or ())
 
@@ -60,7 +60,7 @@ def conversation(templates: ChatTemplates, body: ChatBody | TokenizeBody) -> tup
 
 
 def _check_calls(messages: Iterable[Plain]) -> None:
-    """Raise ApiError for arguments of a call with too many values, of which each has a character at least."""
+    """Raise ApiError for call arguments with too many values; short texts need no check."""
     most = limits.CALL_VALUES.most
     texts = (call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ())
     for text in texts:

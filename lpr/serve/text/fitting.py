@@ -1,8 +1,8 @@
-"""Fits conversations to what a chat template reads. Probes of the template tell that, once per template.
+"""Converts conversations to the forms that a chat template supports, which are determined once per template by probes.
 
-Templates differ in the form of contents and arguments, in the roles they know, in where they take them, and in the ids
-of calls. A lesson renders a small conversation with unguessable words. If one of them is missing in the prompt, the
-lesson's changes are tried in order, and the first that shows all of them is kept.
+Templates differ in the forms of contents and arguments, in the supported roles and their order, and in call ids. A
+probe renders a small conversation with random words. If one of them is missing in the prompt, the probe's changes are
+tried in order, and the first one with which all words appear is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 Render = Callable[..., str]  # renders fitted messages, with `tools`; raises an error if the template refuses them
 Plain = dict[str, Any]  # a message as clients send it: content is text or a list of parts, arguments are text
-BETWEEN = "\n\n"  # stands between the texts of messages that become one
+BETWEEN = "\n\n"  # separator of the texts of merged messages
 _HEADS = ("system", "developer")
 _RESULT_ROLES = ("tool", "function", "ipython", "observation")
 _SHORT = re.compile(r"[a-zA-Z0-9]{9}")
@@ -27,7 +27,7 @@ _ABSENT = "absent"
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The forms of messages and tools that a template reads."""
+    """The forms of messages and tools that a template supports."""
 
     parts: frozenset[str] = frozenset()  # roles whose content it takes as a list of parts, and not as text
     lists: frozenset[str] = frozenset()  # roles whose content it takes in either form: the client's
@@ -51,7 +51,7 @@ class Fit:
     whole_tools: bool = False  # tools need a description and parameters
 
     def varied(self) -> Iterator[Fit]:
-        """This fit, and others for conversations that it does not show whole."""
+        """This fit, and alternatives for conversations that it does not render completely."""
         yield self
         both = frozenset(("user", "assistant"))
         yield replace(self, several=False)
@@ -73,7 +73,7 @@ class Fit:
         return [each["function"] if self.bare_tools else each for each in full]
 
     def _instructed(self, given: list[Plain]) -> list[Plain]:
-        """Instructions, where and as the template takes them."""
+        """Messages with instructions in the form and place that the template supports."""
         if not self.has_developer:
             given = [{**each, "role": "system"} if each["role"] == "developer" else each for each in given]
         heads = [each for each in given if each["role"] in _HEADS]
@@ -90,7 +90,7 @@ class Fit:
         return rest
 
     def _turns(self, given: Sequence[Plain]) -> list[Plain]:
-        """The messages in an order of roles that the template takes."""
+        """Messages in an order of roles that the template accepts."""
         found: list[Plain] = []
         for message in given:
             role, before = message["role"], found[-1] if found else {"role": ""}
@@ -112,7 +112,7 @@ class Fit:
         return found
 
     def _with_ids(self, given: Sequence[Plain]) -> list[Plain]:
-        """Calls and results with ids that the template takes; a result without an id is that of the next open call."""
+        """Calls and results with ids that the template accepts; a result without an id gets the next open call's."""
         found: list[Plain] = []
         open_calls: dict[str, str] = {}
         for message in given:
@@ -136,7 +136,7 @@ class Fit:
         return blake2b(id.encode("utf-8", "replace")).hexdigest()[:9]
 
     def _split(self, message: Plain) -> Iterator[Plain]:
-        """A message, or its text and its calls, if these do not go together."""
+        """A message, or its text and calls as separate messages if the template does not combine them."""
         if message.get("tool_calls") and message["content"]:
             thinks = "reasoning_content" in message and not self.thoughts_beside_text
             if self.calls_alone or self.calls_in_turns or thinks:
@@ -187,7 +187,7 @@ def _joined(contents: Iterable[Any]) -> Any:
 
 
 def object_of(text: str) -> Any:
-    """Arguments as an object, if they are one, else as they are."""
+    """Arguments as an object, if they are one; else unchanged."""
     try:
         value = json.loads(text) if text else {}
         if "\\ud" in text.lower():  # half of a surrogate pair is no text
@@ -220,7 +220,7 @@ def _one_call_each(given: Sequence[Plain]) -> list[Plain]:
 
 @dataclass(frozen=True)
 class _Lesson:
-    """A conversation, the words of it that a prompt must show, and changes of a fit to try if it does not."""
+    """A probe: a conversation, words that must be in its prompt, and changes of a fit to try if they are not."""
 
     messages: Sequence[Plain]
     words: Sequence[str]
@@ -229,7 +229,7 @@ class _Lesson:
 
 
 def learn(render: Render, has_calls: bool = True) -> Fit:
-    """Learn what a template reads; without `has_calls` the template names no calls."""
+    """Determine the fit of a template; `has_calls` is False if the template does not support calls."""
     salt = secrets.token_hex(4)
     s, s2, s3, u, u2, a, a2, r, t, t2, f, f2, k, v, v2 = (f"q{salt}{at}x" for at in range(15))
     user, user2 = ({"role": "user", "content": each} for each in (u, u2))
@@ -275,7 +275,7 @@ def learn(render: Render, has_calls: bool = True) -> Fit:
         _Lesson([user], [f, t, k, v], [{"bare_tools": True}], [tool]),
         _Lesson([user], [f], [{"whole_tools": True}], [least]),
     ]  # fmt: skip
-    # A developer's message is one only to a template that tells this role from a made-up one.
+    # A template supports the role "developer" only if it treats it differently from an invented role.
     texts = [_rendered(render, [{"role": role, "content": s}, user]) for role in ("developer", f)]
     knows = s in texts[0] and texts[0] != texts[1].replace(f, "developer")
     fit = Fit(has_developer=knows)
@@ -320,9 +320,9 @@ def _rendered(render: Render, messages: Sequence[Plain], **more: Any) -> str:
 
 
 def marked(given: Sequence[Plain]) -> tuple[list[Plain], dict[str, tuple[str, str]]]:
-    """Messages of the same shape with unguessable words for their texts; the place and text that each stands for.
+    """Messages of the same shape with random words as texts, and the place and text that each word replaces.
 
-    Thoughts have none: templates drop those of earlier turns.
+    Thoughts are left out: templates drop those of earlier turns.
     """
     salt, found = secrets.token_hex(4), []
     words: dict[str, tuple[str, str]] = {}
@@ -356,7 +356,7 @@ def marked(given: Sequence[Plain]) -> tuple[list[Plain], dict[str, tuple[str, st
 
 
 def shape_of(given: Sequence[Plain]) -> Hashable:
-    """The properties of a conversation, besides its words, that decide where its texts go in a prompt."""
+    """The properties of a conversation, apart from its words, on which its fit depends."""
     return tuple(
         (
             message["role"],

@@ -1,8 +1,8 @@
-"""How replies are read: text, thoughts and calls, in every form that models of the known families write.
+"""Parsers of replies: text, thoughts and calls, in the forms of all supported model families.
 
-A family (see lpr.serve.text.calls) has marks and tags of its own; what may stand between them is the same for all: an
-object with a name and arguments, a list of these, a name and JSON, a name and tagged arguments, Python's calls. What
-begins like a call and cannot be read as one is text, to its last character.
+Each family (see lpr.serve.text.calls) has its own marks and tags. Between them all forms of calls are accepted: an
+object with a name and arguments, a list of these, a name and JSON, a name and tagged arguments, Python calls. Text that
+begins like a call but cannot be parsed as one remains text, unchanged.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LEAD = re.compile(r"[\s,;]+")
 _FENCE = re.compile(r"`{3,}")
 _NAMES, _ARGUMENTS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
 _NO_STRING = {"type": ["null", "boolean", "number", "array", "object", "string"]}
-BARE = ("{", "[")  # what may begin a call without a mark that announces one
+BARE = ("{", "[")  # possible starts of a call without a mark
 _ASIDE = ("type", "id", "tool_call_id", "call_id", "index")
-"""Keys that may stand before the name of an object that no mark announces."""
+"""Keys that may precede the name in an object without a mark."""
 
 
 class Tags(NamedTuple):
@@ -104,7 +104,7 @@ class Calls:
     def read(self, sink: Sink, end: str = "") -> Parsing[str]:
         """Read up to `end`, or to the end of the reply; text goes to `sink`. Returns `end` if it was found.
 
-        With an `end`, this is a thought. A call before it was only thought of, and is a call if no end comes.
+        With an `end`, this is a thought: calls before `end` are part of the thought; without an `end` they are calls.
         """
         reader, tried, before = self._reader, None, ""
         self._is_thought, self._is_open, self._lists, self._num_fences, self._ticks = bool(end), False, 0, 0, ""
@@ -142,7 +142,7 @@ class Calls:
                 tried = None
 
     def _note(self, text: str) -> None:
-        """Note where blocks of code begin and end."""
+        """Track the starts and ends of code blocks."""
         if not self._ticks and "`" not in text:
             return
         text = self._ticks + text
@@ -151,7 +151,7 @@ class Calls:
         self._ticks = text[len(rest) :]
 
     def _is_announced(self, mark: str) -> bool:
-        """True if a call behind a mark may have any name: it is neither only thought of, nor a piece of code."""
+        """True if a call after a mark may have any name: outside of thoughts and code blocks."""
         size = len(self._ticks)
         is_quoted = 0 < size < 3 or (self._num_fences + (size > 2)) % 2 == 1
         return mark in self._announced and not is_quoted and not self._is_thought
@@ -161,7 +161,7 @@ class Calls:
         self._is_open = mark in self._announced
 
     def _next(self) -> Parsing[None]:
-        """A further call, behind what may stand between two."""
+        """Read a further call, after an optional separator."""
         reader, is_open, mark = self._reader, self._is_open, ""
         is_announced = is_open and not self._is_thought
         while True:
@@ -183,7 +183,7 @@ class Calls:
             self._is_open = self._is_open and mark == "]"
 
     def _one(self, mark: str, is_announced: bool, lists: int) -> Parsing[None]:
-        """One call in any form. Its name is a declared one, unless it `is_announced` by a mark."""
+        """Read one call in any form. Its name must be declared, unless it `is_announced` by a mark."""
         reader = self._reader
         lists += mark == "["
         if mark not in (*self._heads, "{"):
@@ -201,7 +201,7 @@ class Calls:
         self._lists = lists
 
     def _open(self, name: str, is_announced: bool) -> Mapping[str, Any]:
-        """A call of a function begins; returns the schema of its arguments. Raises MalformedError for its name."""
+        """Begin a call of a function; returns its arguments' schema. Raises MalformedError for an unknown name."""
         found = declared(name, self._tools) or (plain_name(name) if is_announced else "")
         if not found or len(found) > _LONGEST_NAME:
             raise MalformedError
@@ -320,9 +320,9 @@ class Calls:
         reader.end_object()
 
     def _pair(self, tags: Tags, begin: str, kind: Any, schema: Mapping[str, Any]) -> Parsing[str]:
-        """The value of an argument, up to its end. Strings are shown while they come.
+        """Read the value of an argument. Strings are streamed.
 
-        Returns the mark that ends it if that is not its own.
+        Returns the mark that ends the value if it is not the argument's own end tag.
         """
         reader, found = self._reader, kinds(kind, schema)
         hold = 0 if not found or found == {"string"} else 5 if found == {"string", "null"} else sys.maxsize
@@ -363,7 +363,7 @@ class Calls:
         return "" if mark == tags.end else mark
 
     def _ends_here(self, mark: str, tags: Tags, schema: Mapping[str, Any]) -> Parsing[bool]:
-        """True if a mark that may be a part of a value ends it: what follows says so."""
+        """True if a mark that may be part of a value ends it, judged by the following text."""
         reader, found = self._reader, False
 
         def look() -> Parsing[None]:

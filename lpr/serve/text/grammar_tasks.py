@@ -1,7 +1,6 @@
-"""Compiles what clients give as grammars: the task of the process that does this aside (see lpr.serve.sandboxed).
+"""Compiles clients' grammars: a task of the sandbox process (lpr.serve.sandboxed).
 
-What is done here covers what the ranks do with the result, under a quarter of their stack: what gets through here gets
-through there.
+It performs the ranks' operations with a quarter of their stack: a grammar that succeeds here succeeds there.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from lpr.core.grammar import matcher
 from lpr.protocol import ErrorCode
 from lpr.serve.errors import ApiError
 
-WALKS, STEPS = 3, 24  # texts that are tried with a new grammar, and their tokens
+WALKS, STEPS = 3, 24  # number of random walks through a new grammar, and their tokens
 
 _tokenizer: llguidance.LLTokenizer | None = None
 
@@ -25,7 +24,7 @@ _tokenizer: llguidance.LLTokenizer | None = None
 def prepare(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
     """Note the model's tokenizer: a fast tokenizer's JSON."""
     global _tokenizer
-    with contextlib.suppress(ValueError):  # the ranks then refuse each grammar, and say why
+    with contextlib.suppress(ValueError):  # the ranks then refuse each grammar with the reason
         _tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
 
 

@@ -1,4 +1,4 @@
-"""Grammars that clients give, compiled once each in a process of its own: none can end or hold up the front."""
+"""Clients' grammars, each compiled once in a sandbox process, so that none can crash or block the front."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lpr.serve.bodies.completions import ResponseFormat
 from lpr.serve.errors import ApiError, bad
 from lpr.serve.sandbox import ExhaustedError, Sandbox
 
-MOST_KEPT = 256  # grammars whose verdicts are remembered
-MOST_BLAMED = 32  # tools that are looked at by themselves where the grammar of all is refused
+MOST_KEPT = 256  # most grammars with cached verdicts
+MOST_BLAMED = 32  # most tools that are tested separately if the joint grammar is refused
 _RULE = re.compile(r"^[ \t]*\??[\w.-]+[ \t]*(?:::=|:)", re.MULTILINE)
 _PARAMS = {"json_schema": "json_schema.schema", "regex": "regex", "grammar": "grammar"}
 
@@ -51,9 +51,9 @@ class Grammars:
         return await self._checked("response_format." + _PARAMS.get(wanted.type, "type"), *_source(wanted), key)
 
     async def held(self, lark: str, schemas: Mapping[str, Any], key: str = "") -> str:
-        """The same for a grammar of lpr's own, which holds calls of tools.
+        """As `compiled`, for lpr's grammar of tool calls.
 
-        Raises ApiError, which names the tool that is to blame: `schemas` are those of the tools, by their names.
+        Raises ApiError that names the faulty tool; `schemas` are those of the tools, by name.
         """
         try:
             return await self._checked("tools", "lark", lark, key)
@@ -76,7 +76,7 @@ class Grammars:
         return verdict.grammar
 
     async def _verdict(self, kind: str, text: str, client: str) -> _Verdict:
-        """The verdict on a grammar, which requests for the same one wait for together."""
+        """The verdict on a grammar; concurrent requests for the same grammar share one task."""
         if problem := _too_large(kind, text):
             return _Verdict("", problem)
         key = (kind, text)

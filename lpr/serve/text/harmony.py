@@ -12,7 +12,7 @@ from lpr.serve.text.typed import Tools
 _HARMONY = marks("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _BEHIND_HEADERS = marks("<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _FORMAL = ("assistant", "analysis", "commentary", "final", "json", "code", "text", "to=functions.")
-"""What a header is made of, besides marks."""
+"""The words of a header, besides marks."""
 
 
 def harmony(reader: Reader, tools: Tools) -> Parsing[None]:
@@ -48,7 +48,7 @@ def _header(reader: Reader, begin: str, heads: list[str]) -> Parsing[None]:
     words = re.split(r"<\|[a-z]*\|?>?|\s+", begin + before)
     is_whole = mark == "<|message|>" and all(not word or word in _FORMAL or "=" in word for word in words)
     is_cut = not mark and all(any(formal.startswith(word) for formal in _FORMAL) for word in words)
-    if not is_whole and not is_cut:  # the end of a reply that its limit has cut shows nothing
+    if not is_whole and not is_cut:  # an incomplete header at a reply's token limit is dropped
         raise MalformedError
 
 

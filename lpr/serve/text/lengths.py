@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, by its characters: what is too long for the model is refused before it is read.
+"""A lower bound of a text's tokens by its characters: too long texts are refused before they are tokenised.
 
 A token stands for some of the text's characters, so C characters have at least C / L tokens if no token stands for more
 than L of them. That holds for tokenizers which keep every character: a byte-level vocabulary, or one with a token for

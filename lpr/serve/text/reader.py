@@ -1,6 +1,6 @@
-"""Reads a reply while it is written: thoughts, text, and calls of tools, whose arguments are shown as they come.
+"""Incremental reading of a reply: thoughts, text, and tool calls, whose arguments are streamed.
 
-lpr.serve.text.forms has the parsers, which are made of the steps of a reader and of lpr.serve.text.scanner.
+The parsers in lpr.serve.text.forms are composed of steps of a reader and of lpr.serve.text.scanner.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _KEY = re.compile(r"\w+")
 
 
 class Reader(Scanner):
-    """A scanner that reads the arguments of calls as their schema has them."""
+    """A scanner that reads the arguments of calls by their schema."""
 
     def arguments(self, schema: Schema) -> Parsing[None]:
-        """Take a call's arguments: an object, or a string that holds one; raises MalformedError.
+        """Read a call's arguments: an object, or a string that contains one; raises MalformedError.
 
-        They go on as they are written where that is JSON that the schema admits. Strings are shown while they come.
+        Values are passed on unchanged if they are JSON that matches the schema. Strings are streamed.
         """
         yield from self.space()
         mark = yield from self.starts("{", '"', "'", "null", "None")

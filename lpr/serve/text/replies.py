@@ -1,4 +1,4 @@
-"""How the replies of one conversation are read, and the grammar that holds them to the tools that were declared."""
+"""Parser settings of a conversation's replies, and the grammar that restricts calls to the declared tools."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Replies:
         return digits[:9] if format is not None and format.short_ids else f"call_{digits[:24]}"
 
     def grammar(self, tokens: Tokens, answer: Any = None) -> str:
-        """A grammar in Lark for replies with calls, or with a thought that was begun; "" if they are free.
+        """A Lark grammar for replies with calls, or with a started thought; "" if they are unconstrained.
 
         `answer` is the JSON schema of a text.
         """

@@ -1,8 +1,8 @@
-"""The steps of parsers that read a reply while it is written, and what is certain of it so far.
+"""Steps of incremental parsers of a reply, and the parts of the reply that are certain so far.
 
-A parser is a generator that yields where it needs more text, so it reads like one for a whole text, and what it finds
-does not depend on where a stream was cut. Time is linear: a scanner goes on where it stopped, and of what was read in
-vain only a short beginning is read again.
+A parser is a generator that yields when it needs more text, so it is written like one for a whole text, and its result
+does not depend on where a stream was cut. Time is linear: a scanner continues where it stopped, and after a failed
+attempt at most REREAD characters are read again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Parsing = Generator[None, None, T]
 Sink = Callable[[str], None]
 
 REREAD = 512
-"""Characters of a false start that are read again, since a call may begin within them. Longer ones are text."""
+"""Most characters of a failed attempt that are read again, because a call may begin within them; more are text."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _RUN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
 _ESCAPE = re.compile(
@@ -36,7 +36,7 @@ class MalformedError(ValueError):
 
 
 class Piece(NamedTuple):
-    """A part of a reply: some of a thought or of the text, a call's beginning, or some of its arguments."""
+    """A part of a reply: of a thought, of the text, a call's start, or a part of its arguments."""
 
     kind: Literal["thought", "text", "call", "arguments"]
     text: str  # the function's name for a call, JSON for arguments
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 class Marks:
-    """Marks that a text is searched for, all at once."""
+    """Marks that are searched for simultaneously."""
 
     def __init__(self, *marks: str, breaks: int = 0) -> None:
         """Up to `breaks` line breaks before a mark belong to it."""
@@ -56,7 +56,7 @@ class Marks:
         self._longest = max(map(len, ways))
 
     def end(self, text: str, at: int) -> int:
-        """The place from `at` on at which the end of `text` may become a mark; its length if it may not."""
+        """The first index from `at` on at which the end of `text` may begin a mark; its length if none."""
         for found in self._first.finditer(text, max(at, len(text) - self._longest + 1)):
             if text[found.start() :] in self.starts:
                 return found.start()
@@ -67,7 +67,7 @@ marks = lru_cache(1024)(Marks)
 
 
 class _Try:
-    """An attempt: where it began, and what it has found so far."""
+    """An attempt: its start, and its findings so far."""
 
     def __init__(self, begin: int, num_calls: int, can_show: bool) -> None:
         self.begin, self.num_calls, self.can_show = begin, num_calls, can_show
@@ -89,7 +89,7 @@ class Scanner:
         self._tries: list[_Try] = []
         self._is_showing = False  # True within a call of which some was shown
         self._closing, self._argued = "", 0
-        """What ends the arguments that have begun to be shown, and where the reply goes on behind what was shown."""
+        """Text that closes the partly shown arguments, and the position in the reply after the shown part."""
         self._parsing = self._parse(parse)
 
     def _parse(self, parse: Callable[[Any], Parsing[None]]) -> Parsing[None]:
@@ -102,8 +102,8 @@ class Scanner:
     def feed(self, text: str, last: bool = False, cut: bool = False) -> list[Piece]:
         """The pieces that are certain with `text`; `last` is true with the end of the reply.
 
-        A call that the end leaves incomplete when some of it was shown has its arguments closed, so that they are
-        JSON. Those of a reply that was `cut` by its limit stay open: no client takes them for complete.
+        If the reply ends within a partly shown call, its arguments are closed, so that they are valid JSON. If the
+        reply was `cut` by its token limit they stay open, so that clients see that they are incomplete.
         """
         needed = min([self._base + self._at, *(each.begin for each in self._tries)])
         if self._is_showing:
@@ -145,8 +145,8 @@ class Scanner:
     def attempt(self, parse: Callable[[], Parsing[None]], sink: Sink, begin: str = "") -> Parsing[bool]:
         """Read by `parse`, after `begin` was taken; returns whether that succeeded.
 
-        If it fails, `begin` goes to `sink`, and what follows is read again, or goes there too if it is long. A call of
-        which some was shown stays one: what is no part of it is text.
+        If it fails, `begin` goes to `sink`, and the following text is read again, or goes to `sink` too if it is long.
+        A partly shown call remains a call: the rest is text.
         """
         tried = self.trial(can_show=True)
         try:
@@ -214,7 +214,7 @@ class Scanner:
         self._at = place - self._base
 
     def show(self) -> None:
-        """What the last attempt has found is shown while it goes on: from here on it is a call."""
+        """Show the findings of the last attempt while it continues; from here on it is a call."""
         if self._tries and self._tries[-1].can_show:
             self.confirm(self._tries[-1])
             self._is_showing = True
@@ -236,7 +236,7 @@ class Scanner:
         yield
 
     def within(self, wanted: Marks) -> Parsing[tuple[str, str]]:
-        """Take what comes before the first of some marks, and that or "" at the end of the reply, if it is short.
+        """Take the text before the first of some marks, and the mark ("" at the end of the reply).
 
         Raises MalformedError if more than REREAD characters come before it.
         """
@@ -252,7 +252,7 @@ class Scanner:
             return before, found[0] if found else ""
 
     def until(self, sink: Sink, wanted: Marks) -> Parsing[str]:
-        """Pass on to `sink` what comes before the first of some marks; returns that, or "" at the end of the reply."""
+        """Pass the text before the first of some marks to `sink`; returns the mark, "" at the end of the reply."""
         while True:
             found = wanted.pattern.search(self._text, self._at)
             end = found.start() if found else len(self._text) if self._ended else wanted.end(self._text, self._at)
@@ -265,7 +265,7 @@ class Scanner:
             yield
 
     def starts(self, *wanted: str) -> Parsing[str]:
-        """Take the one of some marks with which the rest begins; "" if there is none."""
+        """Take the mark with which the remaining text begins; "" if there is none."""
         known = marks(*wanted)
         while True:
             found = known.pattern.match(self._text, self._at)
@@ -300,7 +300,7 @@ class Scanner:
             yield
 
     def string(self, quote: str, sink: Sink) -> Parsing[None]:
-        """Pass on the rest of a string as the inside of one of JSON, which it need not be quite; to its end."""
+        """Pass the rest of a string, up to its end, to `sink` as JSON string contents; also not quite valid JSON."""
         while True:
             found = _RUN[quote].match(self._text, self._at)
             if found is not None:
@@ -328,7 +328,7 @@ class Scanner:
             sink(written)
 
     def word(self) -> Parsing[str]:
-        """Take a string, and return what it stands for; raises MalformedError."""
+        """Take a string, and return its decoded value; raises MalformedError."""
         parts: list[str] = []
         yield from self.string((yield from self.expect('"', "'")), parts.append)
         try:
@@ -378,7 +378,7 @@ class Scanner:
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """The same pieces, with neighbours of one kind as one."""
+    """The pieces with adjacent ones of the same kind joined."""
     if len(pieces) < 2:
         return pieces
     groups = groupby(pieces, lambda piece: (piece.kind, piece.call))

@@ -1,4 +1,4 @@
-"""The served model: its facts, tokenizer and templates, and the SamplingParams of a body."""
+"""The served model in the front: facts, tokenizer and templates; and the SamplingParams of a body."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _NEUTRAL: dict[str, dict[str, float]] = {
     "temperature": {"temperature": 1.0},
     "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
 }
-"""llama.cpp's names of samplers, with what switches each off."""
+"""llama.cpp's names of samplers, each with the values that disable it."""
 _UNUSED = {"infill", "typical_p", "min_keep", *SAMPLER_LETTERS.values()} - _NEUTRAL.keys()
-"""Others that `samplers` may hold: their own parameters switch them off, and "infill" is nearly greedy."""
+"""Other allowed names in `samplers`: they are disabled by their own parameters; "infill" is nearly greedy."""
 _DIGITS = 10  # digits of a token's id
 
 
@@ -77,12 +77,12 @@ class Served:
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's system_fingerprint: the settings that decide a text's last bits."""
+        """OpenAI's system_fingerprint: a hash of the settings that may affect rounding."""
         return f"lpr-{self.facts.dtype}-lp{self.facts.lp}-tp{self.facts.tp}"
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; raises ApiError for a model that is not served."""
-        if not name or name == self.facts.model:  # as --model has it, which may be a path
+        if not name or name == self.facts.model:  # the value of --model, which may be a path
             return self.names[0]
         if name not in self.names and name not in self.adapters():
             served = ", ".join([*self.names, *self.adapters()])
@@ -104,7 +104,7 @@ class Served:
         return self.filler
 
     def check_length(self, text: str, param: str = "prompt") -> int:
-        """Tokens that a long text has at least, by its characters; raises ApiError if the model holds fewer."""
+        """The least number of tokens of a long text; raises ApiError if it exceeds the model's limit."""
         if len(text) <= self.facts.max_length or self.tokens.lengths is None:
             return 0
         least = self.tokens.lengths.least_tokens(text)
@@ -126,7 +126,7 @@ class Served:
         return render_prompt(self.templates, messages, variables, self.most_characters)
 
     def replies(self, body: ChatBody, prompt: str) -> Replies:
-        """How the replies to a conversation are read; raises ApiError for tools that cannot be called."""
+        """The parser settings of a conversation's replies; raises ApiError for unsupported tools."""
         family, thoughts, format = self.family, self.family.thoughts, body.response_format
         is_begun = thoughts is not None and _is_open(thoughts, prompt, body)
         if format is not None and format.type in ("regex", "grammar"):  # which the whole text keeps to
@@ -208,7 +208,7 @@ class Served:
         return sampling(values)
 
     def delivered(self, body: Sampling, params: SamplingParams) -> Sequence[int]:
-        """The output ids that `body` goes on after; raises ApiError if it cannot."""
+        """The delivered output ids that `body` continues; raises ApiError if that is impossible."""
         name, ids = "delivered_token_ids", body.delivered_token_ids or []
         if not ids:
             return ids
@@ -228,9 +228,9 @@ class Served:
         return ids
 
     def prediction(self, body: Sampling, prompt: str) -> list[int]:
-        """The ids that the output of `prompt` is predicted to follow, as far as it can reach.
+        """The ids that the output of `prompt` is predicted to follow, up to the longest possible output.
 
-        Without a prediction in `body`, those of the window that the prompt asks to rewrite.
+        Without a prediction in `body`, the ids of the window that the prompt asks to rewrite.
         """
         text = body.prediction.text if body.prediction is not None else window_of(prompt)
         longest = self.facts.max_length
@@ -253,7 +253,7 @@ class Served:
 
 
 def sampling(values: dict[str, Any]) -> SamplingParams:
-    """SamplingParams of values that were checked one by one; raises ApiError for a bad combination."""
+    """SamplingParams from individually validated values; raises ApiError for an invalid combination."""
     try:
         return SamplingParams(**values)
     except InputError as failure:

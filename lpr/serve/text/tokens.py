@@ -1,8 +1,8 @@
-"""Text to tokens and back in the front: the driver's own fast tokenizer, handed over as JSON, without transformers.
+"""Tokenising in the front with the driver's fast tokenizer, received as JSON, without transformers.
 
-transformers imports torch (4 s and 300 MB that the front has no use for); the `tokenizers` library below it does not,
-and is all that encodes and decodes there. The front tokenises rather than the driver, because a long prompt would hold
-up the driver's steps, and because a request's length decides whether it is accepted at all.
+transformers imports torch (4 s and 300 MB); the underlying `tokenizers` library does not, and is sufficient. The front
+tokenises instead of the driver, because a long prompt would delay the driver's steps, and because acceptance depends on
+a request's length.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from lpr.serve.text.lengths import byte_characters, lengths_of
 
 LONG = 1 << 14
-"""Characters above which a text is not encoded on the event loop: from there on it takes more than 10 ms."""
+"""Texts of more characters are not encoded on the event loop, because this takes more than 10 ms."""
 _MARGIN = 64
-"""Tokens between a cut in a text and those that are wanted of it, which must be the ones of the whole text."""
+"""Number of tokens between a cut in a text and the wanted tokens, so that these are the same as in the whole text."""
 _MARK = "\u263a"
-"""A character before a text whose leading space must not be invented; codellama and mistral-common use this one too."""
+"""Prefixed to a text to which no leading space must be added; codellama and mistral-common use the same character."""
 
 
 class Tokens:
@@ -45,9 +45,9 @@ class Tokens:
         return _ids(self._plain, text, add_special_tokens)
 
     def encode_piece(self, text: str, leading_space: bool = True) -> list[int]:
-        """The ids of a piece of someone's file: no special tokens, not even those that the text spells out.
+        """The ids of a part of a client's file: without special tokens, even if the text contains their names.
 
-        `leading_space` False leaves out the space that SentencePiece tokenizers invent before a text.
+        `leading_space` False omits the space that SentencePiece tokenizers add before a text.
         """
         if leading_space:
             return _ids(self._literal, text)
@@ -58,15 +58,15 @@ class Tokens:
         return _ids(self._literal, text)
 
     def tail(self, text: str, num_tokens: int) -> str:
-        """The end of a text whose last `num_tokens` tokens are wanted: not more of it than they can come from."""
+        """The end of a text, long enough for its last `num_tokens` tokens."""
         cut = len(text) - self._most(num_tokens)
         if cut <= 0:
             return text
-        line = text.rfind("\n", max(0, cut - LONG), cut)  # from a line on, tokens do not depend on what was before it
+        line = text.rfind("\n", max(0, cut - LONG), cut)  # tokens after a line break do not depend on earlier text
         return text[line + 1 if line >= 0 else cut :]
 
     def head(self, text: str, num_tokens: int) -> str:
-        """The beginning of a text whose first `num_tokens` tokens are wanted, as `tail`."""
+        """The beginning of a text, long enough for its first `num_tokens` tokens."""
         cut = self._most(num_tokens)
         if cut >= len(text):
             return text

@@ -1,7 +1,7 @@
-"""Arguments of calls by their JSON schema: what types a value may have, and the reading of a text that has one of them.
+"""Converts call arguments to the types of their JSON schema.
 
-A value that the schema admits stays as it was written. Others are read again where a reading exists that the schema
-admits: the text "3" for an integer, `True` for a boolean, a number for a string. What has none stays as it is.
+A value that matches the schema is unchanged. Otherwise it is converted if some reading matches: the text "3" for an
+integer, `True` for a boolean, a number for a string. If there is none, it is unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ESCAPES = frozenset('"\\/bfnrtu')
 
 
 def dumps(value: Any) -> str:
-    """JSON of a value, in which a half of a surrogate pair is U+FFFD; raises ValueError for one that is too deep."""
+    """JSON of a value, with lone surrogates replaced by U+FFFD; raises ValueError if it is nested too deeply."""
     try:
         return _HALF.sub("\ufffd", json.dumps(value, ensure_ascii=False))
     except RecursionError:
@@ -127,7 +127,7 @@ def from_value(text: str, schema: Any, root: Schema) -> str:
 
 
 def fitted(value: Any, schema: Any, root: Schema, depth: int = 0) -> Any:
-    """A value as its schema has it, where a reading of it does."""
+    """A value converted to match its schema, if possible."""
     found, kind = kinds(schema, root), kind_of(value)
     if kind == "string" and not admits(found, kind):
         try:
@@ -148,7 +148,7 @@ def fitted(value: Any, schema: Any, root: Schema, depth: int = 0) -> Any:
 
 
 def _written(text: str, value: Any, fit: Any) -> str:
-    """JSON of a value, in its own text where that is JSON of it, so that numbers keep their digits."""
+    """JSON of a value; its original text if that is equivalent JSON, so that numbers keep their digits."""
     try:
         if "\\u" not in text and fit == value and json.loads(text, parse_constant=_refuse) == value:
             return text

@@ -1,7 +1,7 @@
-"""The window of a prompt that its output is likely to rewrite, which serves as prediction where the client names none.
+"""The window of a prompt that its output is likely to rewrite: the default prediction if the client gives none.
 
-Next-edit models repeat a region of their prompt between marks of their own: Zeta 1, 2.0 and 2.1 (Zed), Sweep's. Agents'
-edits, whole files and search and replace, begin with a line that the prompt has before the code, too, so the suffix
+Next-edit models repeat a region of their prompt between special marks: Zeta 1, 2.0 and 2.1 (Zed), Sweep's. Edits of
+agents (whole files, search and replace) start with a line that also precedes the code in the prompt, so the suffix
 index finds them: a fenced block as prediction gained nothing (dev/LOG.md).
 """
 
