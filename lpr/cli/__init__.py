@@ -1,1 +1,1 @@
-"""The commands: arguments, JSON Lines, what a person sees."""
+"""The commands: arguments, JSON Lines and output for people."""

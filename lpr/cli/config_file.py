@@ -25,11 +25,11 @@ def defaults(
 ) -> T:
     """The flags' defaults: those of the dataclass `kind`, or of the `--config` file in `argv`; raises InputError.
 
-    `groups` are the fields of `kind` that are dataclasses, whose fields are flags too; `base` has values that replace
-    some of their defaults.
+    `groups` are the fields of `kind` that are dataclasses, whose fields are flags too; `base` overrides some of their
+    defaults.
     """
     base = base or {}
-    path = None  # the last one counts, in either form
+    path = None  # the last one is used, in either form
     for word, after in pairwise([*argv, None]):
         if word is not None and word.startswith("--config="):
             path = word.removeprefix("--config=")
@@ -77,7 +77,7 @@ def _read(value: Any, hint: Any) -> Any:
 
 
 def _with_mesh(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a TOML file with `mesh = { lp = 4, tp = 2 }` in place of the two flags."""
+    """The values of a TOML file, with `mesh = { lp = 4, tp = 2 }` expanded to the two flags."""
     if "mesh" not in values:
         return values
     others = {name: value for name, value in values.items() if name != "mesh"}

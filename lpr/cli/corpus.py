@@ -170,7 +170,7 @@ def feed(trie: SuffixIndex, files: Sequence[Path], field: str | None, tokenizer:
                     counts.documents += 1
             num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
             progress.update(bar, advance=num_bytes, tokens=counts.tokens)
-        progress.update(bar, completed=progress.tasks[bar].total)  # of JSON lines only the field's text was counted
+        progress.update(bar, completed=progress.tasks[bar].total)  # of JSON lines only the field's text is counted
     return counts
 
 
@@ -189,7 +189,7 @@ def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def pieces_of(files: Sequence[Path], field: str | None, counts: Counts, skip: Skip) -> Iterator[Piece]:
-    """The text of all files, piece by piece; calls `skip` for what is no text."""
+    """The text of all files, piece by piece; calls `skip` for files that are not text."""
     for path in files:
         if (reason := why_no_text(path)) is not None:
             skip(f"{path}: {reason}")
@@ -199,7 +199,7 @@ def pieces_of(files: Sequence[Path], field: str | None, counts: Counts, skip: Sk
 
 
 def why_no_text(path: Path) -> str | None:
-    """The reason why a file is no text, or None; read before any of it is inserted."""
+    """The reason why a file is not text, or None; checks the whole file before any of it is inserted."""
     decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         with open(path, "rb") as file:
@@ -217,7 +217,7 @@ def why_no_text(path: Path) -> str | None:
 
 
 def text_pieces(path: Path) -> Iterator[Piece]:
-    # A character that became undecodable since `why_no_text` is replaced, which can only make a draft worse.
+    # errors="replace": a file that changed since `why_no_text` can only make a draft worse.
     with open(path, encoding="utf-8-sig", errors="replace") as file:
         rest = ""
         while block := file.read(PIECE):

@@ -1,4 +1,4 @@
-"""Output for people: text whose colours show the steps, and the table that compares runs."""
+"""Output for people: text with one colour per step, and the table that compares runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def show_stream(console: Console, prompt: str, pieces: Iterable[tuple[str, int]]
     if not console.is_terminal:
         text = prompt + "".join(piece for piece, _ in pieces)
         if not console.quiet:
-            console.file.write(text + "\n")  # rich would change tabs, control characters and :names:
+            console.file.write(text + "\n")  # not by rich, which would change tabs, control characters and :names:
         return
     shown = Text(prompt, style="dim")
     num_steps = num_tokens = 0
@@ -54,7 +54,7 @@ def show_stream(console: Console, prompt: str, pieces: Iterable[tuple[str, int]]
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table whose first column is on the left and whose others are numbers."""
+    """A table with a left-aligned first column and numeric other columns."""
     found = Table(title=title, title_justify="left")
     for number, name in enumerate(columns):
         found.add_column(name, justify="right" if number else "left")

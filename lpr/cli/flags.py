@@ -20,7 +20,7 @@ _UNREADABLE = {
     r"Error parsing (\S+): could not convert string to float: ('.*')": r"\1: \2 is not a number",
     r"Error parsing (\S+): no type matching (\S+) could be instantiated from \[('.*')\]\.": r"\1: \3 is none of \2",
 }
-"""What tyro says of values that it cannot read, and the same in the words of --help."""
+"""tyro's messages for unreadable values, and replacements in the words of --help."""
 _types = tyro.constructors.ConstructorRegistry()
 """A context manager around `tyro.cli`, in which flags of lpr's own types are read."""
 
@@ -30,8 +30,8 @@ def read_flags(
 ) -> T:
     """An instance of the dataclass `kind` by the flags in `argv` (None: those of this process).
 
-    Raises InputError with one line for flags that it cannot read or has not got, and SystemExit(0) after `--help`. A
-    `quiet` process prints no help.
+    Raises InputError with one line for invalid or missing flags, and SystemExit(0) after `--help`. A `quiet` process
+    prints no help.
     """
     complaint = io.StringIO()
     arguments = None if argv is None else list(argv)
@@ -46,7 +46,7 @@ def read_flags(
 
 
 def _first_paragraph(panel: str) -> str:
-    """The first paragraph in tyro's panel, which has a title, and hints after empty lines and rules."""
+    """The first paragraph of tyro's panel, without its title and the hints after empty lines and rules."""
     lines = [line.strip(" │╰╯") for line in panel.splitlines()[1:]]
     parts = " ".join("\n" if set(line) <= set("-─") else line for line in lines).split("\n")
     said = next((part.strip() for part in parts if part.strip()), "")
@@ -57,7 +57,7 @@ def _first_paragraph(panel: str) -> str:
 
 @_types.primitive_rule
 def _step_times_are_files(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-    """--costs names a file: rank 0 alone reads it, after the arguments are parsed."""
+    """Parses --costs as a path: only rank 0 reads the file, after the arguments are parsed."""
     if info.type is not StepTimes:
         return None
 

@@ -150,7 +150,7 @@ def run(args: Args, world: World) -> int:
     args = replace(args, options=replace(args.options, device=device))
     with join(world, device, args.timeout, args.tp, args.load_timeout) as comm:
         engine, job = prepare(args, world, comm)
-        is_first = is_driver(comm)  # of the job, or of a new mesh after all other ranks were lost
+        is_first = is_driver(comm)  # rank 0 of the job, or of a new mesh after the loss of all other ranks
         code = 0
         if job is None:
             engine.work()
@@ -195,7 +195,7 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
             print(f"lpr.generate: {cost}", file=sys.stderr)
         if engine.memory is not None:
             print(f"lpr.generate: {engine.memory}", file=sys.stderr)
-    # Without this, each full collection walks a million objects that stay, in the middle of a step.
+    # Otherwise each full garbage collection traverses a million permanent objects during a step.
     gc.freeze()
     return engine, job
 
@@ -203,7 +203,7 @@ def prepare(args: Args, world: World, comm: Comm) -> tuple[Engine, FileJob | Sho
 def file_job(args: Args, world: World, goes_on: bool = False, takes_over: bool = False) -> FileJob:
     """The job that completes the lines of --prompts; raises InputError.
 
-    `goes_on`: another rank has begun it. `takes_over`: this rank was part of that run (see FileJob).
+    `goes_on`: another rank has started it. `takes_over`: this rank was part of that run (see FileJob).
     """
     assert args.prompts is not None and args.output is not None
     lp, tp = world.mesh_shape(args.tp)

@@ -42,10 +42,10 @@ class Account:
     def withdraw(self, amount):
         """Subtract amount from the balance."""
 '''
-# Sampled, because the small bundled model soon repeats itself when it is greedy. With this seed it completes the
+# Sampled, because the small bundled model soon repeats itself in greedy decoding. With this seed it completes the
 # method, writes another one and ends.
 DEMO_SAMPLING = {"max_new_tokens": 200, "temperature": 0.6, "seed": 5}
-"""Sampling of the built-in prompt where flags set nothing else."""
+"""Default sampling parameters of the built-in prompt."""
 
 
 def check_trie(path: Path | None) -> None:
@@ -66,10 +66,10 @@ class Keeping:
 
     @contextmanager
     def around(self, engine: Engine, loads: bool = True) -> Iterator[None]:
-        """Load the trie and record steps; write both at the end, also of an interrupted run.
+        """Context: loads the trie and records steps; writes both at the end, also of an interrupted run.
 
-        The trie is not saved after a lost rank: the restarted job learns again from its output file, and drafts as one
-        without a loss. With `loads` False the engine has loaded the trie already.
+        The trie is not saved after a lost rank: the restarted job learns again from its output file, so that it drafts
+        like an uninterrupted one. With `loads` False the engine has loaded the trie already.
         """
         if loads and self.trie is not None and trie_path(self.trie).exists():
             engine.load_trie(self.trie)
@@ -96,9 +96,9 @@ class FileJob:
     keeping: Keeping
     as_json: bool
     adapter: str | None = None
-    """That of lines which name none."""
+    """The adapter of lines that name none."""
     takes_over: bool = False
-    """True if the engine has the trie and the lines that are done: its rank was there when the driver was lost."""
+    """True if the engine has the trie and the finished lines, because its rank ran when the driver was lost."""
 
     def __post_init__(self) -> None:
         self.lines = self.writer.lines
@@ -114,10 +114,10 @@ class FileJob:
 
     def _complete(self, engine: Engine) -> None:
         if not self.takes_over:
-            # So the drafts of a restarted job are those of a job without a restart.
+            # With these, a restarted job drafts like an uninterrupted one.
             finished = [record for record in self.writer.kept if record.get("token_ids")]
             engine.learn(*[as_learnt(engine.encode(each["prompt"]), each["token_ids"]) for each in finished])
-        # Requests have the numbers of their lines, by which a rank that takes the lost driver's place finds them.
+        # Request ids are line numbers, so that a rank that replaces a lost driver can map them to lines.
         undone = [line for line in self.lines if line.number not in self.writer.done]
         submitted = {engine.requests[line.number]: line for line in undone if line.number in engine.requests}
         left = deque(line for line in undone if line.number not in engine.requests)
@@ -128,7 +128,7 @@ class FileJob:
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
             bar = progress.add_task("", total=len(self.lines), completed=kept, rate="")
             while left or submitted:
-                # One more than the slots, so that a free slot never waits for its next prompt.
+                # One more request than slots, so that a free slot has its next prompt at once.
                 while left and len(submitted) <= engine.scheduler.capacity:
                     self._submit(engine, left.popleft(), submitted)
                 for request in engine.step():

@@ -1,4 +1,4 @@
-"""Prompts in and completions out, as JSON Lines: bad lines are named, finished lines are never lost."""
+"""Prompts and completions as JSON Lines: invalid lines are reported, finished lines are never lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Self
 from lpr.config import InputError, SamplingParams
 from lpr.files import append_whole, start_lines
 
-SPARE = 65536  # bytes that the disk must have room for when the output is opened
+SPARE = 65536  # free disk space in bytes required when the output is opened
 _SAMPLING_FIELDS = [each.name for each in fields(SamplingParams)]
 _RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """OpenAI's and vLLM's names of fields of SamplingParams."""
@@ -22,7 +22,7 @@ _NEUTRAL = {
     "messages": [], "n": 1, "best_of": 1, "echo": False, "suffix": "", "stream": False, "tools": [],
     "response_format": {"type": "text"},
 }  # fmt: skip
-"""Fields of OpenAI's API that would change what is completed, with the value that asks for nothing."""
+"""Unsupported fields of OpenAI's API that change the output, with their neutral value."""
 _BATCH_URL = "/v1/completions"
 
 
@@ -34,7 +34,7 @@ class PromptLine:
     prompt: str = ""
     extra: dict[str, Any] = field(default_factory=dict)  # the line's other fields, which its output line keeps
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Those of them that are fields of SamplingParams; they override the command's for this line."""
+    """The SamplingParams fields among `extra`; they override the command's for this line."""
     model: str | None = None  # the model that the line names, which may be an adapter
     prediction: str | list[int] | None = None  # text or token ids that the output is likely to repeat in large part
     error: str | None = None
@@ -110,7 +110,7 @@ def _sampling_of(fields: dict[str, Any]) -> dict[str, Any]:
             raise InputError(": logit_bias: its names are ids of tokens")
         given["logit_bias"] = [[int(token), value] for token, value in bias.items()]
     try:
-        # A line may contradict a default that the command's flags change; the engine checks both together.
+        # Validated with a large max_new_tokens, because flags may change the default; the engine checks both together.
         checked = SamplingParams(**{"max_new_tokens": 2**31 - 1, **given})
     except InputError as failure:
         raise InputError(f": {failure}") from failure
@@ -118,7 +118,7 @@ def _sampling_of(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encoded(record: str) -> bytes:
-    """A line of JSON as UTF-8; half of a surrogate pair, which UTF-8 has no bytes for, becomes its escape."""
+    """A line of JSON as UTF-8; lone surrogates, which UTF-8 cannot encode, are escaped."""
     return record.encode("utf-8", "backslashreplace") + b"\n"
 
 
@@ -140,7 +140,7 @@ class OrderedWriter:
         try:
             kept = self._earlier(lines) if resume and path.exists() else {}
             in_order = [kept[number] for number in takewhile(kept.__contains__, self._order)]
-            # Replaced as a whole: if the run is killed in between, the earlier run's lines are all still there.
+            # Replaced atomically: if the run is killed, the earlier run's lines are not lost.
             self._file = start_lines(path, b"".join(map(_encoded, in_order)), SPARE)
         except OSError as failure:
             raise InputError(f"cannot write to {path}: {failure.strerror or failure}") from failure
@@ -166,7 +166,7 @@ class OrderedWriter:
             self._append(text)
 
     def _take_ready(self) -> Iterator[str]:
-        """The records that wait and follow those written, in their order."""
+        """The waiting records that directly follow the written ones, in order."""
         while self._next < len(self._order) and self._order[self._next] in self._waiting:
             yield self._waiting.pop(self._order[self._next])
             self._next += 1
@@ -178,7 +178,7 @@ class OrderedWriter:
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """Turns a failure of the file into one line, which says how many lines are complete."""
+        """Context: converts an error of the file to InputError with the number of complete lines."""
         try:
             yield
         except OSError as failure:

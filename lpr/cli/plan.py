@@ -108,7 +108,7 @@ class Plan:
     predictions: dict[float, list[Prediction]]
     """By temperature, the requested one first, of the meshes that fit."""
     divided: dict[float, list[Compared]]
-    """By temperature, ranks that verify beside ranks that draft with a copy, the fastest first; of one sequence."""
+    """By temperature, divisions into verifying and draft-only ranks for one sequence, the fastest first."""
     choice: Footprint | None
     reason: str
     request_tokens: int
@@ -203,7 +203,7 @@ def show_rewrites(args: Args, console: Console) -> None:
     """Print, for a GPU and for a CPU, a line for each rewrite; raises InputError."""
     planned, _, _, dtype, _ = asked_for(args)
     found = {}
-    torch.set_num_threads(1)  # what is tried on modules is small
+    torch.set_num_threads(1)  # the tests of modules are small
     for device in (torch.device("cuda"), torch.device("cpu")):
         chosen = "float32" if device.type == "cpu" and args.dtype == "auto" else dtype
         found[f"{planned.name} on a {device.type.upper()}, {chosen}"] = dry_run(planned.config, device, DTYPES[chosen])
@@ -286,7 +286,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def show_divided(plan: Plan, console: Console) -> None:
-    """Ranks that draft beside those that verify, for one sequence: the best form of a copy for each division."""
+    """Print the divisions into verifying and draft-only ranks, for one sequence: the best form of a copy for each."""
     columns = [
         "verify + draft",
         *(f"{'greedy' if at == 0 else f'T {at:g}'}: copy, tokens a step, tokens/s" for at in plan.divided),

@@ -1,8 +1,8 @@
-"""A trace: what every step drafted, evaluated and accepted, as one self-contained page for a browser.
+"""A trace: the drafted, evaluated and accepted nodes of every step, as one self-contained HTML page.
 
-A `Recorder` that is set as `engine.hooks` records each step of each request. Every rank knows all trees and shards, as
-they are replicated, so rank 0's recorder covers all ranks; the times are its own. On a GPU `forward` is the time to
-launch it, and `gather`, which waits for its results, holds the rest.
+A `Recorder` set as `engine.hooks` records each step of each request. Trees and shards are replicated, so rank 0's
+recorder covers all ranks; times are rank 0's. On a GPU `forward` is the launch time of the forward, and `gather`, which
+waits for its results, includes the rest.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def labels(engine: Engine) -> Callable[[int], str]:
 
 
 def page(data: Json) -> str:
-    """The trace as self-contained HTML; no text in it can end the element that holds it."""
+    """The trace as self-contained HTML, with escaped text."""
     template = (files("lpr") / "assets" / "trace.html").read_text(encoding="utf-8")
     return template.replace(PLACEHOLDER, json.dumps(data).replace("<", "\\u003c"), 1)
 
