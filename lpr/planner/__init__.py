@@ -1,1 +1,1 @@
-"""What a step costs before it is run: memory, traffic and, as a prediction, time."""
+"""Memory, traffic and predicted time of steps, without running them."""

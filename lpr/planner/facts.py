@@ -1,7 +1,7 @@
-"""Facts of a model that decide memory and traffic, read off the model itself without its weights.
+"""Properties of a model that determine memory and traffic, derived from the model itself without its weights.
 
-The model is built on the meta device with all parameters of a checkpoint. Its own tensor-parallel plan says how each is
-split, and one forward on meta tensors shows the K/V it keeps. There is no formula of any model family.
+The model is built on the meta device with all parameters of a checkpoint. Its own tensor-parallel plan gives the split
+of each, and one forward on meta tensors gives its K/V. There are no formulas per model family.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FUSED = ("qkv_proj", "query_key_value")
 class Weights:
     """Equal parameters of several layers: `count` tensors of `shape` that the plan splits by `style`."""
 
-    name: str  # name with * in the place of the layer's number
+    name: str  # name with * instead of the layer's number
     shape: tuple[int, ...]
     count: int
     style: str | None  # the plan's style; None: every rank of a replica holds all of it
@@ -75,23 +75,24 @@ class KeptState:
     """States of one shape that `count` layers keep of a request, however long it is."""
 
     shape: tuple[int, ...]
-    """Of a convolution [channels, inputs], in the model's dtype; of a scan [heads, K, V] or [channels, K], in fp32."""
+    """A convolution's [channels, inputs] in the model's dtype, or a scan's [heads, K, V] or [channels, K] in fp32."""
     is_scan: bool
     count: int
     parts: Parts = ()
-    """Of the first axis, by which ranks share it; none where each rank has all of it."""
+    """The parts of the first axis that are divided among ranks; empty if the state is replicated."""
 
     def on(self, tp: int) -> KeptState:
-        """That of one of `tp` ranks."""
+        """The state on one of `tp` ranks."""
         return replace(self, shape=(share(self.parts, tp), *self.shape[1:])) if self.parts else self
 
     def num_bytes(self, element_size: int) -> int:
         return self.count * math.prod(self.shape) * (4 if self.is_scan else element_size)
 
     def flops(self, num_tokens: int) -> float:
-        """Floating point operations of a chunk or tree, at most: the delta rule reads its states twice and writes them.
+        """Upper bound of a chunk's or tree's floating point operations: those of the delta rule.
 
-        Besides, each token has scores of two kinds with the others, and a triangular system to solve.
+        It reads its states twice and writes them, computes two kinds of scores per pair of tokens, and solves a
+        triangular system.
         """
         if not self.is_scan:
             return 2.0 * self.count * num_tokens * self.shape[0] * (self.shape[1] + 1)
@@ -107,10 +108,10 @@ class Collective:
     width: int
     count: int
     per_result: bool
-    """True for a split output head's: of each token whose logits are needed, every rank sends CHOICE_WORDS."""
+    """True for a split output head: every rank sends CHOICE_WORDS per token with results."""
 
     def num_bytes(self, num_tokens: float, num_results: float, element_size: int, tp: int) -> int:
-        """Bytes of one of them, of all `tp` ranks together where it is a gather."""
+        """Bytes of one collective; for a gather the total over all `tp` ranks."""
         if self.per_result:
             return round(4 * CHOICE_WORDS * num_results) * tp
         return round(num_tokens * self.width * element_size)
@@ -201,7 +202,7 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         codings = dict(expected_codings(model, form)) if form is not None else {}
         reason = refusal(model)
         cache = _filled_cache(model) if reason is None else KVCache(1, 1)
-    except Exception as failure:  # model code raises what it likes; all mean that this config makes no usable model
+    except Exception as failure:  # model code may raise any type; the config is then unusable
         raise InputError(f"{name}: the config makes no causal LM: {reason_of(failure)}") from failure
     if reason is not None:
         raise InputError(f"{name}: model type {text.model_type!r} cannot run a token tree: {reason}")
@@ -292,9 +293,9 @@ def _collectives(model: PreTrainedModel, plan: dict[str, str]) -> tuple[Collecti
 
 
 def _filled_cache(model: PreTrainedModel) -> KVCache:
-    """lpr's cache of one token. It keeps every token of every layer, also where attention slides."""
+    """lpr's cache after a forward of one token. It keeps all tokens of every layer, also with sliding windows."""
     for name, module in model.named_modules():
-        if name.endswith(".experts"):  # routing depends on values, which meta tensors have not
+        if name.endswith(".experts"):  # routing depends on values, which meta tensors do not have
             module.forward = lambda hidden, *args, **kwargs: hidden
     cache = KVCache(1, 1)
     Adapter(model, attention="sdpa").logits([Row.chain(0, 0, [0], 1)], cache)

@@ -1,7 +1,7 @@
 """Memory and traffic of a model on an lp x tp mesh: arithmetic over ModelFacts, without a clock or a device.
 
-Weights, K/V and payload are exact: the shapes that the loader, the KV cache and Exchange make. What else a GPU's memory
-holds is the sum that the engine computes at its start (lpr.model.reserve).
+Weights, K/V and payload are exact: they follow from the shapes of the loader, the KV cache and Exchange. The other
+memory of a GPU is computed as in the engine (lpr.model.reserve).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Footprint:
     """Memory and traffic of one GPU of a mesh."""
 
     mesh: Mesh
-    problem: str | None  # the reason why the model cannot be split so; the other fields are 0 then
+    problem: str | None  # the reason why the model cannot be split this way; the other fields are then 0
     needs: MemoryNeeds | None = None  # what the memory holds besides K/V and states
     kv_bytes: int = 0  # K/V and states of the requests that must run at once, each with a full context
     kv_token_bytes: int = 0  # K/V of one token
@@ -79,13 +79,13 @@ class Footprint:
         return self.problem is None and self.total_bytes <= memory
 
     def pool_tokens(self, memory: int) -> int:
-        """Tokens whose K/V lpr makes room for on a GPU with `memory` bytes, as the engine sizes its pool of pages."""
+        """Tokens in the engine's KV cache on a GPU with `memory` bytes."""
         if self.needs is None or (free := memory - self.needs.before - self.state_bytes) <= 0:
             return 0
         return int(GPU_SHARE * usable_tokens(free, self.kv_token_bytes, self.needs.steps)) // PAGE_SIZE * PAGE_SIZE
 
     def left_bytes(self, memory: int) -> int:
-        """What is left of a GPU with `memory` bytes once the engine has made its pool; below 0 without room for one."""
+        """Free bytes of a GPU with `memory` bytes after the KV cache is allocated; negative if it does not fit."""
         pool = self.pool_tokens(memory) * self.kv_token_bytes + self.state_bytes
         return memory - pool - (self.needs.total if self.needs is not None else 0)
 
@@ -159,7 +159,7 @@ def weight_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
 
 
 def copy_bytes(facts: ModelFacts, form: Form) -> int:
-    """Bytes of a low-bit copy that drafts, which a pass of it reads: linear layers and output head, without experts."""
+    """Bytes of a low-bit copy that a pass reads: linear layers and output head, without experts."""
     total = 0.0
     for weights in facts.weights:
         if len(weights.shape) == 2 and not weights.is_lookup and not weights.is_expert:
@@ -197,7 +197,7 @@ def payload_bytes(decode: DecodeConfig, lp: int) -> int:
 def read_bytes(facts: ModelFacts, tp: int, element_size: int, num_tokens: int) -> int:
     """Bytes of weights that a forward over `num_tokens` tokens reads on one rank, without lookup tables.
 
-    Of experts, only those with tokens: with independent, uniform routing a share of 1 - (1 - k/E)^tokens.
+    Only experts with tokens are counted: with independent, uniform routing the share 1 - (1 - k/E)^tokens.
     """
     total = 0.0
     for weights in facts.weights:
@@ -226,7 +226,7 @@ def forward_flops(facts: ModelFacts, tp: int, num_tokens: int, num_kv: int) -> f
 
 
 def rank_sizes(facts: ModelFacts, tp: int, element_size: int) -> RankSizes:
-    """The sizes of a rank's part of the model that decide what steps need."""
+    """The sizes of a rank's part of the model that determine the memory of steps."""
     layers = [
         shard_shape(weights, facts, tp) for weights in facts.weights
         if len(weights.shape) == 2 and not weights.is_lookup and facts.vocab_size not in weights.shape

@@ -109,7 +109,7 @@ SPREAD: dict[str, tuple[float, float]] = {
     # the bundled model 31-37 %: ln 1.055 / ln 1.37 = 0.17.
     "scaling": (0.17, 1.2),
 }
-"""Slow and fast factor of every input (of `scaling`: the value)."""
+"""Slow and fast factor of every input (for `scaling`: the value)."""
 
 GREEDY_ACCEPTANCE = (0.66, 1.43)
 """Replaces SPREAD's for greedy decoding. Both are the quartiles over prompts divided by the mean, measured with the
@@ -117,7 +117,7 @@ bundled model on 12 ClassEval prompts (64 nodes, 128 tokens): greedy 5.6 to 12.1
 of 2.24. Greedy text repeats itself on some prompts and not on others."""
 
 ONE_GPU_BUDGET = 64
-"""Nodes that one GPU drafts anyway (DecodeConfig's trie); the gain by more nodes is the uncertain `scaling`."""
+"""Nodes that one GPU drafts by default (DecodeConfig's trie); the gain by further nodes is the uncertain `scaling`."""
 
 EAGER_LAYER_SECONDS = 1.22e-3
 """Launching a layer's kernels one by one: Llama-7B ran at 25.5 tokens/s so on an A100 (PyTorch blog, "Accelerating
@@ -199,7 +199,7 @@ def lp_seconds(mesh: Mesh, payload_bytes: int, machine: Machine, inputs: Inputs)
 
 
 def spread(value: Callable[[Inputs], float], inputs: Inputs, temperature: float | None = None) -> Estimate:
-    """`value` of the middle inputs, and how far all slow and fast values move it together."""
+    """`value` at the middle inputs, and the combined effect of all slow and of all fast values."""
     middle = value(inputs)
     down = up = 0.0
     for name, sides in (SPREAD | ({"acceptance": GREEDY_ACCEPTANCE} if temperature == 0 else {})).items():

@@ -1,9 +1,9 @@
-"""Predicted speed of jobs whose ranks have roles: some verify, the others draft with a low-bit copy of the model.
+"""Predicted speed of jobs in which some ranks verify and the others draft with a low-bit copy of the model.
 
-The draft ranks go on from the end of what they have drafted while the others verify that (EngineOptions.draft_ranks).
-How many tokens a step then brings is no formula: what is drafted in a step stands only if all before it does. So it
-is simulated step by step, with the measured agreement of a copy's choices and with the step times that
-lpr.planner.prediction computes. Errors of a chain are taken as independent; of several copies only the first counts.
+The draft ranks extend their draft while the other ranks verify it (EngineOptions.draft_ranks). The tokens per step have
+no closed form, because a drafted token is valid only if all before it are. So steps are simulated, with the measured
+agreement of a copy's choices and the step times of lpr.planner.prediction. Errors in a chain are assumed independent;
+of several copies only the first is modelled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_STEPS = 5_000
 
 @dataclass(frozen=True)
 class Agreement:
-    """The share of a copy's choices that are the model's, along the model's own text."""
+    """The share of a copy's choices that equal the model's, along the model's own text."""
 
     form: Form
     temperature: float
@@ -33,14 +33,14 @@ class Agreement:
 
 
 def read_agreement(values: Mapping[str, Any], form: Form, temperature: float) -> Agreement:
-    """That at the measured temperature which is nearest, from the JSON of lpr/assets/measured.json."""
+    """The agreement at the nearest measured temperature, from the JSON of lpr/assets/measured.json."""
     known = [Agreement(form, each["temperature"], each[form]) for each in values["agreement"]["shares"]]
     return min(known, key=lambda each: abs(each.temperature - temperature))
 
 
 @dataclass(frozen=True)
 class Pipelined:
-    """What a simulation has found."""
+    """The result of a simulation."""
 
     tokens_per_step: float
     passes_per_step: float
@@ -57,13 +57,13 @@ def simulate(
 ) -> Pipelined:  # fmt: skip
     """Decode with verifying and drafting ranks side by side.
 
-    `step_seconds` gives the time of a step that verifies so many drafted tokens, `pass_seconds` that of a pass,
-    `agreement` the probability that a choice of the copy is the model's, `text` the tokens that text drafts bring
-    behind a chain that is right.
+    `step_seconds(n)` is the time of a step that verifies n drafted tokens, `pass_seconds` that of a pass, `agreement`
+    the probability that the copy's choice equals the model's, `text` the mean number of accepted text-draft tokens
+    after a correct chain.
     """
     dice = random.Random(seed)
     num_tokens, num_passes, seconds, left = 0, 0, 0.0, 0.0
-    chain: list[bool] = []  # whether each drafted token is the model's choice; not known to the ranks
+    chain: list[bool] = []  # per drafted token, True if it is the model's choice (unknown to the ranks)
     for _ in range(num_steps):
         took = step_seconds(len(chain))
         made = int((took + left) / pass_seconds)
@@ -73,10 +73,10 @@ def simulate(
         accepted = next((place for place, is_right in enumerate(chain) if not is_right), len(chain))
         stands = accepted == len(chain)
         extra = 0
-        while stands and dice.random() < text / (1.0 + text):  # what is accepted of the text behind it is geometric
+        while stands and dice.random() < text / (1.0 + text):  # the number of accepted text tokens is geometric
             extra += 1
         num_tokens += accepted + 1 + extra
-        # Behind a chain that stands, the model's own token is what the first further pass has chosen, or is not.
+        # After a correct chain, the first further pass's choice may equal the bonus token.
         known = further[: extra + 1]
         chain = further[extra + 1 :][:LONGEST] if stands and all(known) else []
     return Pipelined(num_tokens / num_steps, num_passes / num_steps, seconds / num_steps)
@@ -95,7 +95,7 @@ class Roles:
 
 
 def roles_of(facts: ModelFacts, num_gpus: int, memory: int, form: Form, element_size: int) -> list[Roles]:
-    """The divisions of so many GPUs, each with `memory` bytes, in which the model and its copy can be split and fit."""
+    """The divisions of `num_gpus` GPUs with `memory` bytes each in which model and copy can be split and fit."""
     copy = copy_bytes(facts, form) + element_size * sum(
         each.count * each.shape[0] * each.shape[1] for each in facts.weights if each.is_lookup and len(each.shape) == 2
     )
@@ -116,7 +116,7 @@ def pipelined(setting: Setting, roles: Roles, agreement: Agreement, inputs: Inpu
     ranks = Mesh(1, roles.verify + roles.copies * roles.draft)
     payload = best.payload_bytes(1) + 8 * LONGEST
     gather = lp_seconds(ranks, payload, setting.machine, inputs)
-    # Once for each length of a chain: a simulation asks thousands of times.
+    # Precomputed per chain length: a simulation looks them up thousands of times.
     sizes = [best.nodes + count for count in COUNTS]
     steps = [setting.step_of(Mesh(1, roles.verify), size, size, payload, inputs) for size in sizes]
     times = [each.forward + each.tp + each.host + gather for each in steps]
@@ -154,7 +154,7 @@ class Compared:
 
 
 def compare(setting: Setting, num_gpus: int, values: Mapping[str, Any]) -> list[Compared]:
-    """Every division with every form of a copy, the fastest first; none of models without a copy."""
+    """Every division with every form of a copy, the fastest first; empty for models without a copy."""
     if setting.facts.states or setting.facts.low_bit is not None:
         return []
     memory, found = setting.machine.gpu.memory, []
