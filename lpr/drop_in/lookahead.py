@@ -34,11 +34,12 @@ from lpr.model.transformers_versions import CACHE_ARGUMENTS
 
 
 class HandOver:
-    """The signature of a Lookahead, which hands over arguments that transformers (5.23, 5.24) would drop.
+    """The signature of a Lookahead, which passes arguments that transformers (5.23, 5.24) would drop.
 
-    `generate` reads the signature of a callable `custom_generate`, and passes on those of its remaining keyword
-    arguments that its own sampling loop does not have. It has removed `streamer`, `tokenizer` and `assistant_model`
-    before. So whenever it reads the signature, they are put back, under names that the sampling loop does not have.
+    `generate` inspects the signature of a callable `custom_generate`, and passes those of its remaining keyword
+    arguments that its own sampling loop does not have. It has already removed `streamer`, `tokenizer` and
+    `assistant_model`. So each inspection of the signature restores them, under names that the sampling loop does not
+    have.
     """
 
     def __get__(self, instance: Lookahead | None, owner: type) -> inspect.Signature | None:
@@ -128,16 +129,16 @@ lookahead = Lookahead()
 
 
 def advance(engine: Engine, requests: dict[Request, OutputRow], batch: OutputBatch) -> None:
-    """One step of all rows; a row that is padded from its end on leaves the engine there."""
+    """One step of all rows; a finished row that is padded leaves the engine."""
     if not any(request.chunks for request in requests):  # another thread's step may have added some
         engine.step()
     for request, row in requests.items():
-        reason = request.finish_reason  # read first: another thread's step may end it behind what is taken
+        reason = request.finish_reason  # read first: another thread's step may end it after `take`
         for chunk in request.take():
             for token in chunk.token_ids:
                 batch.push(row, token)
         if row.finished_at is not None and (batch.pads or batch.is_complete):
-            engine.abort(request)  # tokens and errors behind its end are dropped
+            engine.abort(request)  # tokens and errors after its end are dropped
         elif reason == "error":
             raise row.failure or RuntimeError(f"row {row.index}: {request.error}")
         elif reason == "length" and row.length < batch.ids.shape[1]:
@@ -164,14 +165,14 @@ def prompts_of(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[li
     return prompts
 
 
-# generate() passes these for every model; a token tree has no place for other inputs.
+# generate() passes these for every model; other inputs are not supported.
 _HONOURED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", *CACHE_ARGUMENTS}
 
 
 def refuse(
     model: PreTrainedModel, config: Any, assistant_model: Any, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> None:
-    """Raise InputError that names what a token tree cannot honour."""
+    """Raise InputError that names an unsupported option."""
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         options = ("num_beams", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "use_mtp")
@@ -205,8 +206,8 @@ def _refuse(what: str) -> None:
 class EngineCache:
     """A model's engine between calls.
 
-    It is an attribute of the model: the engine holds the model, so a table would keep both alive for ever. Copies and
-    pickles of the model leave it out.
+    It is an attribute of the model: the engine references the model, so a table would keep both alive forever. Copies
+    and pickles of the model do not include it.
     """
 
     NAME = "_lpr_kept"
@@ -267,7 +268,7 @@ class EngineCache:
             self._free.notify_all()
 
     def _key(self, model: PreTrainedModel, options: EngineOptions) -> tuple[Any, ...]:
-        """What an engine was made for and cannot change."""
+        """The properties that an engine cannot change."""
         vocab_size = model.config.get_text_config(decoder=True).vocab_size  # drafts must not have ids of a larger one
         return model.device, model.dtype, vocab_size, options, torch.get_num_threads() if options.exact else None
 

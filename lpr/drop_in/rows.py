@@ -27,8 +27,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from lpr.config import InputError, SamplingParams
 from lpr.model.sampling.processors import Processor, is_row_by_row
 
-# These treat all rows of a batch alike. Every other processor or criterion may have state per row (as
-# PrefixConstrainedLogitsProcessor does), so it gets a batch of the usual number of rows, each of them this row.
+# These treat all rows of a batch alike. Other processors and criteria may have state per row (as
+# PrefixConstrainedLogitsProcessor does), so they get a batch of the usual number of rows, each a copy of this row.
 _ROWS_ALIKE = {
     getattr(transformers, name)
     for name in (
@@ -43,14 +43,14 @@ _ROWS_ALIKE = {
 }  # fmt: skip
 
 _ON_HOST = {EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria}
-"""Criteria that read ids only: with ids on the host, the GPU need not wait for them after every token."""
+"""Criteria that read only ids, which are on the host: no synchronisation with the GPU after every token."""
 
 
 def sampling_of(config: Any, processors: Sequence[Any]) -> tuple[SamplingParams, list[Any], list[Any]]:
     """The SamplingParams of a call, the processors to apply before them, and the processors that they replace.
 
-    lpr applies temperature, top-k, top-p and min-p at the end of the list itself: so the guesses of a Jacobi window,
-    which no processor sees, follow them too.
+    lpr itself applies temperature, top-k, top-p and min-p at the end of the list, so that they also apply to the
+    guesses of a Jacobi window, which no processor sees.
     """
     if not config.do_sample:
         return SamplingParams(), list(processors), []
@@ -100,7 +100,7 @@ class OutputRow:
     def processors(self) -> list[Processor]:
         """The processors for the engine.
 
-        These are the functions themselves where nothing else is to be done: some need no waiting for the device.
+        The functions themselves if possible: some of them need no synchronisation with the device.
         """
         keeps = self.batch.keeps_scores or self.batch.keeps_logits
         if not keeps and not self._pads.numel() and all(map(is_row_by_row, self._functions)):
@@ -148,7 +148,7 @@ class OutputBatch:
         self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
         self.pads = any(hasattr(each, "eos_token_id") for each in criteria)
-        """True if finished rows are padded. Without an end-of-text token transformers lets them run on."""
+        """True if finished rows are padded. Without an end-of-text token, transformers continues them."""
         pad = config._pad_token_tensor
         if self.num_rows > 1:
             if self.pads and pad is None:
@@ -176,7 +176,7 @@ class OutputBatch:
         return length is not None and (self.pads or all(row.length >= length for row in self.rows))
 
     def push(self, row: OutputRow, token: int) -> None:
-        """Add a row's next token; tokens behind the end of a padded row are dropped."""
+        """Add a row's next token; tokens after the end of a padded row are dropped."""
         if row.finished_at is not None and self.pads:
             return
         self.ids[row.index, row.length] = token
@@ -196,7 +196,7 @@ class OutputBatch:
         return bool(for_row(criterion, row.index, self.num_rows, input_ids, scores))
 
     def _stream(self) -> None:
-        """Stream the tokens [B] of every place that all rows have reached, as transformers does after each step."""
+        """Stream the tokens [B] of every position that all rows have reached, as transformers does after each step."""
         length = self.length
         ends = [row.length for row in self.rows if row.finished_at is None or not self.pads]
         ready = min(ends) if ends else self.ids.shape[1]
