@@ -1,1 +1,1 @@
-"""What replicas of a fleet share: finished outputs as drafts for each other, and how a router finds the right one."""
+"""Drafts shared between the replicas of a fleet, and prefix-affinity routing."""

@@ -1,4 +1,4 @@
-"""Prefix-affinity routing: keys by which a router sends prompts that begin alike to the replica that has cached them.
+"""Prefix-affinity routing: keys by which a router sends prompts with a common prefix to the replica that cached it.
 
 A router sees JSON, not tokens, so a key is a digest of the beginning of a prompt's text. A service returns the keys in
 the header X-LPR-Prefix of each answer, so a router can record which replica has which and needs no digest of its own.
@@ -29,9 +29,9 @@ def prefix_keys(body: Mapping[str, Any]) -> list[str]:
 
 
 def routing_key(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
-    """The key that decides where a request goes: its session, else its first prefix key, else "".
+    """The routing key of a request: its session, else its first prefix key, else "".
 
-    A session is the header X-Session-Id or the field prompt_cache_key. Requests with equal keys go to one replica.
+    A session is the header X-Session-Id or the field prompt_cache_key. Requests with equal keys belong on one replica.
     """
     for name, value in headers.items():
         if name.lower() == SESSION_HEADER and value:

@@ -46,7 +46,7 @@ def complete(options: FleetOptions) -> FleetOptions:
 
 
 def check(options: FleetOptions, share_drafts: str) -> None:
-    """Raise InputError for options that cannot work. No message repeats a URL, which may hold a password."""
+    """Raise InputError for invalid options. No message contains a URL, which may include a password."""
     if options.draft_store_length < 1:
         raise InputError(f"--draft-store-length {options.draft_store_length} must be at least 1")
     every = options.draft_snapshot_every

@@ -1,4 +1,4 @@
-"""Streams that outlive their service: how a router continues one at another service, by the token ids that came.
+"""Streams that outlive their service: a router continues one at another service, from the received token ids.
 
 stream = Resumption.of(path, fields)
 while not stream.is_complete:               # a service may be lost between any two bytes
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 BLOCK_ROUTES = frozenset(("/v1/responses", "/responses", "/v1/messages"))
-"""Those whose events have names, several or none of them a step."""
+"""Routes with named events, several or none per step."""
 ROUTES = BLOCK_ROUTES | {
     "/v1/completions", "/completions", "/beta/completions", "/v1/chat/completions", "/chat/completions",
 }  # fmt: skip
@@ -41,7 +41,7 @@ class Resumption:
 
     @classmethod
     def of(cls, path: str, fields: Mapping[str, Any]) -> Resumption | None:
-        """The stream that a request asks for; None if it asks for none, or for one that cannot be continued."""
+        """The stream of a request; None if it does not stream, or if the stream cannot be continued."""
         prompt = fields.get("prompt")
         is_many = isinstance(prompt, list) and not (prompt and all(isinstance(each, int) for each in prompt))
         is_one = all(fields.get(name) in (None, 1) for name in ("n", "best_of"))
@@ -55,17 +55,17 @@ class Resumption:
 
     @property
     def body(self) -> bytes:
-        """The body for the next service. What of an event came before is dropped: the ids of whole events count."""
+        """The body for the next service, with the ids of all complete events; incomplete events are dropped."""
         self._rest, self._is_lost = b"", False
         more = {"delivered_token_ids": self.delivered} if self.delivered else {}
         return json.dumps({**self._fields, **more}).encode()
 
     def feed(self, data: bytes) -> bytes:
-        """Take a part of a service's answer; the part of the stream that the client gets, in whole events."""
+        """Process a part of a service's answer; returns complete events for the client."""
         shown, hidden = b"", 0
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for event in events:
-            if self._is_lost:  # what follows is the end that the service made of it
+            if self._is_lost:  # the service's own end of the lost stream is not passed on
                 break
             if event == b"data: [DONE]":
                 self.is_complete = True
@@ -73,13 +73,13 @@ class Resumption:
                 kept = self._take(event)
                 hidden += len(event) - len(kept) + (0 if kept else 2)
                 event = kept
-            elif event.startswith(b":."):  # what --pad-stream adds, so that sizes stay as they are
+            elif event.startswith(b":."):  # padding of --pad-stream is passed on
                 event, hidden = b":" + b"." * hidden + event[1:], 0
             shown += event + b"\n\n" if event else b""
         return shown
 
     def _take(self, event: bytes) -> bytes:
-        """An event without what the client has not asked for; empty if it must not get it."""
+        """An event without fields that the client did not request; empty if the client must not get it."""
         data = json.loads(event[6:])
         if "error" in data and data["error"].get("code") == _GIVEN_UP:
             self._is_lost = True
@@ -102,7 +102,7 @@ class Resumption:
 
 
 class _BlockResumption(Resumption):
-    """A stream of responses or messages. The events of a step are held back until its token ids have come."""
+    """A stream of responses or messages. The events of a step are held back until its token ids arrive."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -131,7 +131,7 @@ class _BlockResumption(Resumption):
         return self._shown() if is_ids or self.is_complete else b""
 
     def _shown(self) -> bytes:
-        """What was held back, numbered and named as one service would have done it."""
+        """The events held back, numbered and named as in an uninterrupted stream."""
         events = []
         for data in self._held:
             if "sequence_number" in data:

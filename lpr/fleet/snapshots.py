@@ -1,4 +1,4 @@
-"""Snapshots: a tenant's learned outputs, kept outside the store together with how far its stream was read.
+"""Snapshots: a tenant's learned outputs with the position in its stream, kept outside the store.
 
 A snapshot is a safetensors file with one int32 tensor, `tokens`: documents that END (-1) separates. Its metadata has
 one entry, `lpr_drafts`, a JSON object: version, stream (tokenizer, model and tenant), read_to (the stream's last entry
@@ -119,7 +119,7 @@ def from_bytes(stream: str, data: bytes) -> tuple[np.ndarray, str]:
         is_whole = tokens.dtype == np.int32 and tokens.ndim == 1 and checksum == checksum_of(facts, tokens.tobytes())
         found = facts["version"], facts["stream"]
         read_to = str(facts["read_to"])
-    except Exception as failure:  # whatever a damaged file makes a parser raise
+    except Exception as failure:  # parsers of damaged files may raise any type
         raise SnapshotError(f"{name_of(stream)} is no snapshot, or damaged: {failure}") from failure
     if not is_whole:
         raise SnapshotError(f"{name_of(stream)} is damaged: its checksum does not fit its content")
@@ -139,7 +139,7 @@ class SnapshotKeeper:
     ) -> None:  # fmt: skip
         """Keep snapshots in `place`, one per tenant every `every` seconds.
 
-        `wake` makes the step loop look at `wanted`; `unreadable` is called with what a failed read raised.
+        `wake` makes the step loop check `wanted`; `unreadable` is called with the exception of a failed read.
         """
         self.wanted: str | None = None  # the tenant of which the step loop should `offer` the history
         self._store, self._place, self._every, self._counts = store, place, every, counts
@@ -178,7 +178,7 @@ class SnapshotKeeper:
 
     def _write(self, tenant: str) -> None:
         stream = self._key_of(tenant)
-        # The next snapshot may come a little earlier than `every`, so that a replica which is late does not skip it.
+        # Slightly shorter than `every`, so that a late replica does not skip the next snapshot.
         if not self._store.set(f"{stream}:snapshot", b"1", nx=True, px=int(900 * self._every)):
             return
         history, read_to = self._ask(tenant)
@@ -190,7 +190,7 @@ class SnapshotKeeper:
         self._counts.snapshots_written += 1
 
     def _ask(self, tenant: str) -> tuple[np.ndarray, str]:
-        """What the step loop offers for a tenant; an empty history if it does not answer in time."""
+        """The step loop's history and position for a tenant; an empty history if it does not answer in time."""
         self.wanted = tenant
         self._wake()
         until = time.monotonic() + ANSWER_SECONDS

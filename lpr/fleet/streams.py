@@ -1,7 +1,7 @@
 """Sends finished outputs to the store, and reads those of other replicas that the engine can learn.
 
-Entries that are lost, late, doubled or out of order change drafts, never outputs. So the reader drops what it does not
-understand and reads on.
+Lost, late, duplicate or reordered entries change drafts, never outputs. So the reader skips entries that it cannot
+parse.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Sender:
             pipeline = self._store.pipeline(transaction=False)
             for each in taken:
                 pipeline.xadd(each.key, {FIELD: each.data}, maxlen=self._length, approximate=True)
-            for key in {each.key for each in taken}:  # of a prompt's beginning there may be any number
+            for key in {each.key for each in taken}:  # any number of distinct keys
                 pipeline.expire(key, KEPT_SECONDS)
             answers = list(pipeline.execute(raise_on_error=False))[: len(taken)]
         except Exception:
-            # The store may have them already: they are sent again, and readers drop doubles by their number.
+            # They are sent again even if the store may have them: readers drop duplicates by number.
             with self._news:
                 self._queue.extendleft(reversed(taken))
                 self._trim()
@@ -104,7 +104,7 @@ _ID = re.compile(r"\d{1,20}-\d{1,20}")
 
 @dataclass
 class _Stream:
-    """How far a tenant's stream was read."""
+    """A tenant's stream and its read position."""
 
     tenant: str
     key: str
