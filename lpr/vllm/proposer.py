@@ -1,8 +1,8 @@
 """A proposer for vLLM's interface `custom_class` (vLLM 0.32: v1/spec_decode/custom_class_proposer.py).
 
-vLLM makes one per rank of its last pipeline stage, and calls `propose` after each step with the batch's rows. It
-verifies the drafts by its own rejection sampling, so they change how many steps a text takes and never how likely it
-is. vLLM switches async scheduling off for proposers of this kind, and takes the drafts of one rank for all of them.
+vLLM creates one per rank of its last pipeline stage, and calls `propose` after each step with the batch's rows. It
+verifies the drafts by its own rejection sampling, so they change the number of steps and never the distribution. vLLM
+disables async scheduling for such proposers, and uses the drafts of one rank on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lpr.vllm.requests import Request, Requests
 from lpr.vllm.settings import settings_of
 from lpr.vllm.sources import Sources, tenant_of
 
-MOST_PARKED = 64  # requests without a row that are remembered at most, as they may be preempted
+MOST_PARKED = 64  # most requests without a row whose state is kept, because they may be preempted
 
 
 class Proposer:
@@ -81,11 +81,11 @@ class Proposer:
         return self._sources.num_learnt_of_others
 
     def close(self) -> None:
-        """Leave the fleet's store, as the end of the process does."""
+        """Disconnect from the fleet's store; also happens at the end of the process."""
         self._sources.close()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """There is no model to load; vLLM calls this on a CPU."""
+        """Does nothing: there is no model to load. vLLM calls this on a CPU."""
 
     def _begin(self, text: np.ndarray, num_prompt: int) -> Request:
         tenant = tenant_of(text[:num_prompt], self._settings.share)

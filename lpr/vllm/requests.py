@@ -1,9 +1,9 @@
-"""The requests of vLLM's batch, which vLLM's interface for proposers shows as rows of tokens without names.
+"""The requests of vLLM's batch, which vLLM's interface for proposers shows as rows of tokens without request ids.
 
-A request is recognised by its text: it is the one whose text the row begins with, followed by no more than the step's
-sampled tokens. A state is a function of its text, so two requests of one text may change places. Rows may change their
-order. A request whose row is missing has ended, was aborted, or is preempted; its state is kept for a while, as a
-preempted one comes back.
+A request is recognised by its text: a row belongs to the request whose text is its prefix, followed only by the step's
+sampled tokens. A state is a function of its text, so two requests with equal texts may be swapped. Rows may change
+their order. A request without a row has finished, was aborted, or is preempted; its state is kept for a while, in case
+it resumes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Request:
     tenant: str
     """Requests of one tenant draft from one another."""
     num_prompt: int
-    """Tokens before those that nobody has learnt."""
+    """Number of leading tokens that are learnt already, or part of the prompt."""
 
     @property
     def num_new(self) -> int:
-        """Tokens that nobody has learnt."""
+        """Number of tokens that are not learnt yet."""
         return len(self.state) - self.num_prompt
 
     def take_output(self) -> tuple[list[int], list[int]]:
-        """What of the text is to be learnt, and the tokens before it that a match can cover; empty the second time."""
+        """The tokens to learn, and the preceding context that a match can cover; empty at a second call."""
         begin = max(0, self.num_prompt - MAX_MATCH)
         text = self.state.text_from(begin)
         context, output = text[: self.num_prompt - begin], text[self.num_prompt - begin :]
@@ -41,10 +41,10 @@ class Request:
 
 
 class Requests:
-    """The requests of the last step, and those that went lately."""
+    """The requests of the last step, and recently missing ones."""
 
     def __init__(self, most_parked: int, begin: Callable[[np.ndarray, int], Request]) -> None:
-        """None yet. `begin` makes a request of a text and its number of prompt tokens."""
+        """No requests yet. `begin` creates a request from a text and its number of prompt tokens."""
         self._most_parked, self._begin = most_parked, begin
         self.running: dict[int, Request] = {}  # by row
         self.parked: list[Request] = []  # those without a row, the latest last
@@ -52,7 +52,7 @@ class Requests:
     def recognise(
         self, rows: Sequence[int], texts: Sequence[np.ndarray], counts: Sequence[int]
     ) -> tuple[list[Request], list[Request]]:
-        """The requests of a step's `rows`, and those that have gone since the last one.
+        """The requests of a step's `rows`, and those dropped since the last step.
 
         `texts` are int32 [num_tokens], of which the last `counts` were sampled in the step.
         """
@@ -71,7 +71,7 @@ class Requests:
         return [self.running[row] for row in rows], gone
 
     def _find(self, before: dict[int, Request], text: np.ndarray, count: int) -> Request | None:
-        """Take the request of a text out of those `before` or parked."""
+        """Remove and return the request of a text from those `before` or parked; None if there is none."""
         for row, request in before.items():
             if _continues(request, text, count):
                 return before.pop(row)

@@ -40,11 +40,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Port of 127.0.0.1 with lpr's own metrics; 0: none. Replicas on one machine need a port each."""
 
     def step_clock(self, vllm_config: Any) -> StepClock:
-        """What a step costs on the device of vLLM's configuration."""
+        """The step clock for the device of vLLM's configuration."""
         is_cpu = vllm_config.device_config.device_type == "cpu"
         if self.token_cost != "measured":
             return StepClock(self.token_cost, is_measured=False)
-        # Each rank of an external launcher schedules by its own drafts, so all must draft alike.
+        # Each rank of an external launcher schedules its own drafts, so all ranks must draft the same.
         alike = vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
         return StepClock(CPU_TOKEN_COST if is_cpu else GPU_TOKEN_COST, is_measured=not alike)
 

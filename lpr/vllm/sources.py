@@ -1,7 +1,7 @@
-"""What requests of vLLM draft from besides their own text: outputs learnt, a trie file, and the fleet's store.
+"""Draft sources of vLLM's requests besides their own text: learnt outputs, a trie file, and the fleet's store.
 
-vLLM tells a proposer neither a request's key nor its cache_salt. Where users must not learn of each other's outputs
-from the speed of their own, `share` is "none", or the number of tokens at the start of a prompt that only they know.
+vLLM gives a proposer neither a request's key nor its cache_salt. If users must not infer each other's outputs from
+decoding speed, set `share` to "none", or to the number of leading prompt tokens that only they know.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Sources:
             atexit.register(self.close)  # vLLM does not tell a proposer when it ends
 
     def index_of(self, tenant: str, in_use: Collection[str]) -> SuffixIndex | None:
-        """What a new request of a tenant drafts from; tenants `in_use` are not forgotten."""
+        """The index that a new request of a tenant drafts from; tenants `in_use` are not evicted."""
         if not self._shares:
             return None
         if self._fleet is not None:
@@ -67,7 +67,7 @@ class Sources:
         return self._indexes.of(tenant, in_use) if tenant else self._indexes.shared
 
     def learn(self, running: Sequence[Request], gone: Sequence[Request]) -> None:
-        """Learn what requests that have gone, running ones, and other replicas have written since the last step."""
+        """Learn the new outputs of finished requests, running requests and other replicas since the last step."""
         if self._shares:
             for request in running:
                 if request.num_new >= LEARN_EVERY:
@@ -82,7 +82,7 @@ class Sources:
         return self._fleet.counts.learnt if self._fleet is not None else 0
 
     def close(self) -> None:
-        """Send what waits for the fleet's store, and leave it."""
+        """Send queued outputs to the fleet's store, and disconnect."""
         if self._fleet is not None:
             atexit.unregister(self.close)
             self._fleet.close()
@@ -126,7 +126,7 @@ def _served_name(model: Any) -> str:
 
 
 def _is_first(parallel: Any) -> bool:
-    """True for the one tensor-parallel rank whose drafts vLLM takes; with one engine per rank, there is none."""
+    """True for the tensor-parallel rank whose drafts vLLM uses; False with one engine per rank."""
     if parallel.distributed_executor_backend == "external_launcher":
         return False
     with suppress(ImportError, AssertionError):

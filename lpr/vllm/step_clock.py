@@ -1,12 +1,12 @@
-"""What vLLM's steps cost by their number of tokens, from the time between two calls of a proposer.
+"""Times of vLLM's steps by their number of tokens, measured between two calls of a proposer.
 
-vLLM calls its proposer once a step and waits for it, as it switches asynchronous scheduling off. So the time between
-two calls is that of a step, the host's work included, if all its requests were in the step before it. A step that
-computes a prompt, or before which the server had nothing to do, has a request that was not, or a row without a token.
+vLLM calls its proposer once per step and waits for it, because async scheduling is off. So the time between two calls
+is that of a step, including the host's work, if all its requests were in the previous step. This excludes steps that
+compute a prompt and steps after an idle period: they have a new request or a row without a token.
 
-The first steps of each batch size give a line through the times of steps with drafts, and what a step without any takes
-of it: vLLM does more where there is something to verify. Some of these steps have few drafts or none, as otherwise
-nothing would show what they take. Later steps correct the line (`StepTimesTracker`).
+The first steps of each batch size give a line through the times of steps with drafts, and the relative time of steps
+without drafts: vLLM does more work if there are tokens to verify. Some of these trial steps have few drafts or none, so
+that their times are measured too. Later steps correct the line (`StepTimesTracker`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lpr.core.constants import KNOTS
 from lpr.core.step_times import MOST_SURPRISE, StepTimes, StepTimesTracker, interpolate
 from lpr.vllm.requests import Request
 
-NONE, FEW = 1e6, 0.3  # what a token costs where there are to be no drafts, or few, as a part of a step of one token
+NONE, FEW = 1e6, 0.3  # token costs that suppress all or most drafts, relative to a step of one token
 TRIALS = (None, FEW, None, NONE) * 4
-"""What a token costs in the first measured steps of a batch size; None: as much as is known."""
+"""Token costs in the first measured steps of a batch size; None: the current estimate."""
 MOST_SHORTENED = 2 * len(TRIALS)
-"""Drafts that are shortened for trials at most: where each step computes some prompt, none of them is measured."""
-REFRESH = 16  # later steps after which the times in use are renewed: that takes longer than a draft
-PLAIN_MEMORY = 0.1  # weight of the latest step without drafts in what such a step takes
+"""Most drafts shortened for trials: if every step computes a prompt, none of them is measured."""
+REFRESH = 16  # steps between updates of the times in use, because an update takes longer than a draft
+PLAIN_MEMORY = 0.1  # weight of the latest step without drafts in the mean of such steps
 
 
 class Step(NamedTuple):
@@ -43,18 +43,18 @@ class Step(NamedTuple):
 
 @dataclass
 class BatchSize:
-    """What is known of the steps of a batch size, rounded up to a power of two."""
+    """The measurements of a batch size, rounded up to a power of two."""
 
     trials: list[Step] = field(default_factory=list)
     num_shortened: int = 0
-    plain_log: float = 0.0  # logarithm of the part that a step without drafts takes of one with as many tokens
+    plain_log: float = 0.0  # log of the time of a step without drafts, relative to one with drafts and as many tokens
 
 
 class StepClock:
     """Times of a step by its tokens, in milliseconds where they are measured."""
 
     def __init__(self, token_cost: float, is_measured: bool) -> None:
-        """A further token costs `token_cost` of a step of one token, until steps show otherwise if `is_measured`."""
+        """`token_cost` is the time of a further token relative to a step of one token; updated if `is_measured`."""
         self._token_cost, self._is_measured = token_cost, is_measured
         self._table = StepTimes({(1, 0): _line_of(token_cost)})
         self._sizes: dict[int, BatchSize] = {}
@@ -62,18 +62,18 @@ class StepClock:
         self._num_tracked = 0
         self._began = 0.0
         self._evaluates: Mapping[Request, int] = {}
-        """The tokens that the running step evaluates of each of its requests, as far as is known."""
+        """Per request, the number of tokens that the running step evaluates, if known."""
 
     def row(self, num_sequences: int) -> list[float]:
-        """Times of a step of so many sequences with drafts, at `constants.KNOTS` tokens."""
+        """Times of a step of `num_sequences` sequences with drafts, at `constants.KNOTS` tokens."""
         return self._table.row(num_sequences, 0)
 
     def plain_part(self, num_sequences: int) -> float:
-        """Time of a step without drafts, as a part of that in `row` for as many tokens."""
+        """Time of a step without drafts, relative to `row` at as many tokens."""
         return math.exp(min(0.0, self._size(num_sequences).plain_log))
 
     def to_draft(self, num_sequences: int) -> tuple[list[float], float]:
-        """The row and the plain part by which the next step is drafted: what is known, or those of a trial."""
+        """The row and the plain part for the next step's drafts: the current estimates, or those of a trial."""
         size = self._size(num_sequences)
         number = len(size.trials)
         cost = TRIALS[number] if number < len(TRIALS) and size.num_shortened < MOST_SHORTENED else None
@@ -83,7 +83,7 @@ class StepClock:
         return _line_of(cost), 1.0
 
     def token_cost(self, num_sequences: int) -> float:
-        """Time of a further token of a step, up to as many as there are sequences, as a part of one without drafts."""
+        """Mean time of a further token, up to one per sequence, relative to a step without drafts."""
         row = self.row(num_sequences)
         plain = interpolate(row, num_sequences) * self.plain_part(num_sequences)
         return (interpolate(row, 2 * num_sequences) / plain - 1) / num_sequences
@@ -146,7 +146,7 @@ def _line_of(token_cost: float) -> list[float]:
 def line_through(steps: Sequence[Step], token_cost: float) -> list[float]:
     """A line at `KNOTS` through tokens and times, by the median of the slopes between them (Theil 1950, Sen 1968).
 
-    Slopes count by how many tokens they span. Where all steps have as many tokens, the slope is that of `token_cost`.
+    Slopes are weighted by the tokens that they span. If all steps have equally many tokens, `token_cost` is the slope.
     """
     counts = np.array([step.num_tokens for step in steps], float)
     times = np.array([step.milliseconds for step in steps])
