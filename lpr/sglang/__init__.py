@@ -11,7 +11,7 @@ NAME = "LPR"
 
 
 def register() -> None:
-    """Register the algorithm. It answers SGLang's questions as NGRAM does, whose worker it extends."""
+    """Register the algorithm, with the properties of NGRAM, whose worker it extends."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 

@@ -18,14 +18,14 @@ LEARN_EVERY = 32
 @dataclass(eq=False)
 class Running:
     state: ChainState
-    num_learnt: int  # tokens that no other request is to learn, or has learnt; at first those of the prompt
+    num_learnt: int  # leading tokens that are learnt already, or part of the prompt
 
 
 class Trees:
-    """The drafting states of one rank. Equal calls on all ranks give equal trees."""
+    """The drafting states of one rank. The same calls on all ranks give the same trees."""
 
     def __init__(self, num_tokens: int, depth: int, capacity: int) -> None:
-        """Trees of `num_tokens` tokens, the root included, `depth` deep; `capacity` tokens of others' outputs."""
+        """Trees of `num_tokens` tokens, the root included, up to `depth` deep; `capacity` is that of the index."""
         self._num_tokens, self._depth = num_tokens, depth
         self._sizes = TreeSizes(trie_nodes=max(1, num_tokens - 1), branch_length=max(1, depth), trie_capacity=capacity)
         self._chains = Chains(max(1, num_tokens - 1), [1.0] * len(KNOTS))
@@ -68,7 +68,7 @@ class Trees:
         return tokens.reshape(-1), mask.reshape(-1)
 
     def end(self, names: Collection[str]) -> None:
-        """Learn the outputs of requests that left the batch, and forget the requests."""
+        """Learn the outputs of requests that left the batch, and drop their states."""
         for name in sorted(names):
             if (sequence := self._running.pop(name, None)) is not None:
                 self._learn(sequence)
@@ -79,7 +79,7 @@ class Trees:
 
     def _sequence(self, name: str, prompt: Sequence[int], output: Sequence[int]) -> Running:
         found = self._running.get(name)
-        if found is None or len(found.state) > len(prompt) + len(output):  # the id is another request's by now
+        if found is None or len(found.state) > len(prompt) + len(output):  # the id was reused by another request
             found = self._running[name] = Running(ChainState(self._sizes, self._shared), len(prompt))
         return found
 
@@ -92,7 +92,7 @@ class Trees:
 
 
 def _behind(count: int, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
-    """The tokens of a text from number `count` on, int32 [num_tokens]."""
+    """The tokens of a text from index `count` on, int32 [num_tokens]."""
     if count < len(prompt):
         return np.array([*prompt[count:], *output], np.int32)
     return np.array(output[count - len(prompt) :], np.int32)

@@ -1,7 +1,7 @@
-"""SGLang's n-gram worker with lpr's trees in place of its corpus (SGLang 0.5.23: srt/speculative/ngram_worker.py).
+"""SGLang's n-gram worker with lpr's trees instead of its corpus (SGLang 0.5.23: srt/speculative/ngram_worker.py).
 
-SGLang verifies the trees in one forward, moves the accepted KV entries and masks grammars, as for its own n-grams. Each
-rank of a tensor-parallel group drafts the same trees from the same texts, so no rank tells another.
+SGLang verifies the trees in one forward, moves the accepted KV entries and applies grammar masks, as for its n-grams.
+Each tensor-parallel rank drafts the same trees from the same texts, without communication.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from lpr.sglang.trees import Trees
 
 
 class Corpus:
-    """What SGLang's worker asks of its corpus, answered by lpr's index."""
+    """The interface of SGLang's corpus, implemented by lpr's index."""
 
     def __init__(self, trees: Trees) -> None:
-        """Corpora are learnt into `trees`."""
+        """A corpus whose texts are learnt into `trees`."""
         self._trees = trees
         self._counts: dict[str, int] = {}
 
@@ -40,7 +40,7 @@ class Corpus:
         self._counts[corpus_id] = loaded_token_count
 
     def remove_external_corpus(self, corpus_id: str) -> None:
-        """Raises ValueError: the index forgets its oldest tokens first, and nothing by name."""
+        """Raises ValueError: the index evicts its oldest tokens, and cannot remove a corpus by name."""
         raise ValueError(f"lpr's index cannot forget corpus {corpus_id!r} alone; flush the cache to forget all")
 
     def list_external_corpora(self) -> dict[str, int]:
@@ -52,7 +52,7 @@ def worker_class() -> type:
     from sglang.srt.speculative import ngram_worker
 
     class LookaheadWorker(ngram_worker.NGRAMWorker):
-        """Drafts trees from whole texts; the rest is SGLang's."""
+        """SGLang's worker with trees drafted from whole texts."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             spec = get_spec()
@@ -62,7 +62,7 @@ def worker_class() -> type:
                 spec.speculative_ngram_capacity,
             )
             its = ngram_worker.NgramCorpus
-            # The base class fills its corpus from a file while it is made.
+            # The base class creates its corpus in its constructor.
             ngram_worker.NgramCorpus = lambda **_: Corpus(self.trees)
             try:
                 super().__init__(*args, **kwargs)
@@ -84,6 +84,6 @@ def worker_class() -> type:
             )
 
         def _update_ngram_corpus(self, batch: Any) -> None:
-            """Nothing to do: the next draft reads what the step emitted."""
+            """Does nothing: the next draft reads the emitted tokens."""
 
     return LookaheadWorker
