@@ -1,4 +1,4 @@
-"""Files that are written as a whole or not at all, and lines that are."""
+"""Atomic replacement of files, and appending of whole lines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from typing import Any, BinaryIO
 
 
 def replace_file(path: Path, data: bytes, *, probe: bool = False, private: bool = False) -> None:
-    """Put `data` in the place of `path`, as a whole or not at all; a `probe` is written and taken away again.
+    """Replace `path` by a file with `data`, atomically; a `probe` is written and deleted again.
 
-    Makes missing folders. A `private` file is readable by its owner only (0600, new folders 0700), whatever the mode of
-    the file before it; other files keep the mode of the file before them. Raises OSError; the old file is then as it
-    was.
+    Creates missing folders. A `private` file is readable by its owner only (0600, new folders 0700); otherwise the mode
+    of the replaced file is kept. Raises OSError; the old file is then unchanged.
     """
     target = _target(path)
     for folder in reversed([each for each in target.parents if not each.exists()]):
@@ -29,8 +28,8 @@ def replace_file(path: Path, data: bytes, *, probe: bool = False, private: bool 
 def start_lines(path: Path, data: bytes, spare: int) -> BinaryIO:
     """Replace `path` by a file with `data`, open to append lines by `append_whole`.
 
-    Raises OSError if the folder is missing, or the disk has no room for `spare` bytes more; the old file is then as it
-    was. A pipe or a device is opened as it is.
+    Raises OSError if the folder is missing, or the disk has no room for `spare` bytes more; the old file is then
+    unchanged. A pipe or a device is opened directly.
     """
     if path.exists() and not path.is_file():
         with contextlib.ExitStack() as failing:
@@ -45,8 +44,8 @@ def start_lines(path: Path, data: bytes, spare: int) -> BinaryIO:
 def append_whole(file: BinaryIO, data: bytes) -> None:
     """Append all of `data` to an unbuffered file, or none of it; raises OSError.
 
-    A full disk may take the first part of a write: a regular file is cut back to its end before. What a pipe or a
-    device has taken stays there, and the error's text says so.
+    A full disk may accept the first part of a write: a regular file is then truncated to its former length. Data
+    written to a pipe or a device remains, and the error's text says so.
     """
     end = os.fstat(file.fileno()).st_size
     rest = memoryview(data)
@@ -64,7 +63,7 @@ def append_whole(file: BinaryIO, data: bytes) -> None:
 
 
 def checksum_of(header: dict[str, Any], data: bytes) -> str:
-    """What a file of lpr's keeps of its header and its content, to find damage by."""
+    """The checksum of a file's header and content."""
     content = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
     content.update(data)
     return content.hexdigest()
@@ -82,8 +81,7 @@ def _put(target: Path, data: bytes, *, probe: bool = False, private: bool = Fals
     """Replace `target` by a file with `data` that is open to append; a `probe` is taken away again."""
     if target.exists() and not target.is_file():
         raise OSError("it exists and is no file")
-    # A name of its own that nobody can guess: runs that save at the same moment do not meet in one file, and nobody
-    # can put a link there.
+    # A random name: concurrent runs do not write to the same file, and no one can place a link there.
     fresh = target.with_name(f".{target.name[:40]}.{uuid.uuid4().hex}")
     mode = 0o600 if private else 0o666
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,4 +1,4 @@
-"""The drafting core that runs: `lpr.core` in C++ (native/) where it was built, else `lpr.core` itself.
+"""The drafting core in use: the C++ extension (native/) if it was built, else `lpr.core`.
 
 Both have the classes and functions named here, and give the same trees, states and digests to the last bit, so ranks
 with and without the extension work together. `lpr.core` is the executable specification; each of its modules names its
@@ -18,7 +18,7 @@ from lpr.core import constants, heads, wire
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
-    """The extension, ready to use; where it is missing and wanted, the reason."""
+    """The initialised extension; or None and the reason if it is wanted and missing."""
     if os.environ.get("LPR_PURE_PYTHON", "") not in ("", "0"):
         return None, None
     try:
@@ -30,13 +30,13 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 
 def numbers() -> dict[str, Any]:
-    """The numbers of the specification by lower-case name, which the extension takes over."""
+    """The constants of the specification by lower-case name, for the extension."""
     named = {**vars(heads), **vars(wire), **vars(constants)}
     return {name.lower(): value for name, value in named.items() if name.isupper() and not name.startswith("_")}
 
 
 _extension, missing = _load()
-"""`missing`: why the specification runs where the extension was wanted; None if all is as asked for."""
+"""`missing`: the reason why the specification runs although the extension is wanted; else None."""
 is_native = _extension is not None
 if missing:
     logging.getLogger(__name__).warning(

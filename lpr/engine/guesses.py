@@ -68,7 +68,7 @@ def guess(
 ) -> np.ndarray | None:
     """Feed this rank's evaluated entries to the head; returns its blocks, int32 [own trees, words], None without one.
 
-    `rows` and `fills` belong to requests of `decoding` and `filling` (StepPlan); `results` are those of `rows`.
+    `rows` and `fills` are of the requests `decoding` and `filling` (StepPlan); `results` are those of `rows`.
     """
     if not num_guesses:
         return None

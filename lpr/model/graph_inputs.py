@@ -214,7 +214,7 @@ def packed_shape(
     most_results: int,
     in_parts: bool = False,
 ) -> StaticShape | None:
-    """The smallest packed shape for `rows` of any slots, with up to `most_results` results; None if there is none."""
+    """The smallest packed shape for `rows` of any slots, with up to `most_results` results; None without one."""
     num_entries = bucket_of(sum([row.num_entries for row in rows]), PACKED_BUCKETS)
     num_results = sum([row.num_results for row in rows])
     kept = next((each for each in kept_buckets(num_entries, most_results) if each >= num_results), 0)
