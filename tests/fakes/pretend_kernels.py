@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from lpr.model.kv_cache import KVCache
@@ -196,3 +198,18 @@ def likeliest_kernel(logits: Any, count: int) -> tuple[torch.Tensor, torch.Tenso
 
     current_gpu().launch(run, [logits], made)
     return made[0], made[1], made[2]
+
+
+@pytest.fixture
+def products_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's matrix products, each row of which is the same wherever it stands.
+
+    NumPy's BLAS adds in another order by the place of a row on some processors.
+    """
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        one, other = (each.data.astype(d.data.dtype) for each in (a, b))
+        return interpreter.TensorHandle(np.einsum("mk,kn->mn", one, other) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

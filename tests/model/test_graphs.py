@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lpr.model.step_inputs
-from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.dist.comm import Comm
 from lpr.model.graph_capture import Capturer, NoWaiting, Program, uncapturable
 from lpr.model.graph_inputs import KV_BUCKETS, NODE_BUCKETS, StaticShape, static_shape
@@ -107,18 +107,6 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 7}),
     ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
 ]
-
-
-@pytest.mark.parametrize("family, sizes", FAMILIES[:2])
-def test_model_families(family: str, sizes: dict[str, Any]) -> None:
-    """Windows, soft caps, learnt positions and experts: the mask and the routing are part of the graph."""
-    engine = Engine.from_model(tiny_model(family, spread=0.12, **sizes), decode=DECODE)
-    plain = ids(engine, GREEDY)
-    if family == "qwen3_moe":
-        engine.model.model.set_experts_implementation("batched_mm")
-    capturer = captured(engine)
-    assert ids(engine, GREEDY) == plain
-    assert engine.model.graph_reason is None and capturer.num_replays > 5
 
 
 def test_static_inputs_say_what_direct_inputs_say() -> None:
@@ -223,23 +211,6 @@ def test_graphs_captured_at_load_are_those_of_greedy_decoding(model: PreTrainedM
     engine.configure(decode)
     again = engine.generate(PROMPTS[:2], GREEDY[:2])
     assert [each.token_ids for each in again] == [each.token_ids for each in first], "captures leave nothing behind"
-
-
-def test_captured_steps_may_be_compiled_and_others_are_not(expected: dict[str, list[list[int]]]) -> None:
-    """By a backend that compiles nothing, in seconds: which steps go through the compiler, and with which ids."""
-    engine = Engine.from_model(tiny_model(spread=0.12), decode=DECODE)
-    torch._dynamo.reset()
-    engine.model.compile(backend="eager")
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    assert ids(engine, GREEDY) == expected["greedy"]
-    assert not counters["stats"], "direct steps have any shape"
-    captured(engine, DecodeConfig(window_size=0, trie_nodes=8, max_batch_size=1))
-    assert engine.model.graph_reason is None
-    assert 0 < counters["stats"]["unique_graphs"] <= 6 and not counters["graph_break"]
-    assert ids(engine, MIXED) == expected["mixed"]
-    with pytest.raises(InputError, match="it needs a GPU"):
-        Engine.from_model(tiny_model(), compile="on")
 
 
 # What cannot be captured.

@@ -52,7 +52,6 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
 
 CASES = [("llama", name, "both") for name in MODES]
 CASES += [("llama", "inference", "inside"), ("llama", "inference", "outside"), ("llama", "meta device", "inside")]
-CASES += [("bamba", "inference", "both")]
 
 
 @pytest.mark.parametrize("model, name, used", CASES, indirect=["model"])
@@ -65,14 +64,6 @@ def test_a_mode_changes_no_text(name: str, used: str, model: PreTrainedModel, ex
     with mode() if used == "inside" else nullcontext():
         assert output(engine) == expected
         engine.configure(DECODE)
-        assert output(engine) == expected
-    assert output(engine) == expected
-
-
-def test_a_model_made_in_inference_mode(expected: list[list[int]], model: PreTrainedModel) -> None:
-    with torch.inference_mode():
-        made = model_of(model.config.model_type)
-        engine = Engine.from_model(made, decode=DECODE)
         assert output(engine) == expected
     assert output(engine) == expected
 

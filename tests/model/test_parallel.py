@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedModel
 
 from dev.families import tiny_model as tiny_family
@@ -23,16 +22,13 @@ from lpr.cli.generate import main, parse
 from lpr.dist.runtime import World
 from lpr.engine.kv_pool import PoolNeeds
 from lpr.model import transformers_versions as versions
-from lpr.model.heads.forms import MIMO
 from lpr.model.loader import load
 from lpr.model.parallel import check_shards, check_split, num_kv_heads, planned_ends
 from lpr.planner.facts import facts_of
-from tests.fakes.adapters import ATTENTION, merged, write_adapter
 from tests.fakes.low_bit_checkpoints import CASES, write
-from tests.fakes.models import stock_greedy, tiny_model
-from tests.fakes.models_with_heads import checkpoint_with_head
+from tests.fakes.models import tiny_model
 from tests.fakes.paths import ROOT
-from tests.fakes.tp_worker import DECODE, FEW, PARAMS, PROMPTS
+from tests.fakes.tp_worker import FEW, PARAMS, PROMPTS
 
 MODELS = {
     "llama": {},  # 4 heads, 2 key/value heads, a vocabulary of 97
@@ -200,55 +196,6 @@ def check_two_replicas(
     }
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert [shapes[rank][name] for rank in (0, 1)] == [[49, 64], [48, 64]]
-
-
-@pytest.mark.skipif(
-    not hasattr(versions.distributed_mixin, "initialize_distributed_mesh"), reason="--tp needs transformers 5.18"
-)
-def test_ranks_have_their_part_of_adapters(
-    models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """Of heads that are split, of a head that both ranks have, and of layers that are split along their input."""
-    cases, expected, sizes = {}, {}, {}
-    for name, modules in (("llama", [*ATTENTION, "up_proj", "down_proj"]), ("one_kv_head", ATTENTION)):
-        written = {
-            str(seed): write_adapter(tmp_path / name / str(seed), models[name], modules, seed) for seed in (0, 1)
-        }
-        named = json.dumps({key: str(folder) for key, folder in written.items()})
-        twins = [models[name], *(merged(models[name], folder) for folder in written.values())]
-        for exact in ("yes", "no"):
-            key = f"adapters/{name}/{exact}"
-            cases[key] = {"model": str(folders[name]), "adapters": named, "exact": exact}
-            expected[key] = [stock_greedy(twin, prompt, 16) for prompt in PROMPTS for twin in twins]
-            weights = [load_file(folder / "adapter_model.safetensors").values() for folder in written.values()]
-            sizes[key] = sum(each.nbytes for adapter in weights for each in adapter)
-    done = launch(2, {"tp": 2, "cases": cases}, tmp_path)
-    for rank in range(2):
-        report = json.loads((tmp_path / f"out.{rank}").read_text())
-        assert {key: each.get("token_ids", each) for key, each in report.items()} == expected, done.stderr
-        assert all(each["bytes"] < 0.9 * sizes[key] for key, each in report.items())
-
-
-def test_ranks_run_a_prediction_head_together(tmp_path: Path) -> None:
-    """Its guesses are those of one rank; with the parts of its logits in the wrong order they are others."""
-    checkpoint_with_head(tmp_path / "model", "qwen2", MIMO)
-    cases = {
-        f"heads/{name}": {"model": str(tmp_path / "model"), "adaptive": adaptive, "fault": fault}
-        for name, adaptive, fault in (("fixed", "no", ""), ("adaptive", "yes", ""), ("order", "no", "order"))
-    }
-    done = launch(2, {"tp": 2, "cases": cases}, tmp_path)
-    engine = Engine.from_pretrained(str(tmp_path / "model"), replace(DECODE, window_size=0, draft_heads="on"))
-    alone = engine.generate(PROMPTS * 2, FEW)
-    heads = [each.stats.sources["head"] for each in alone]
-    guesses = [sum(each.drafted for each in heads), sum(each.accepted for each in heads)]
-    for rank in range(2):
-        report = json.loads((tmp_path / f"out.{rank}").read_text())
-        for name in ("fixed", "adaptive", "order"):
-            found = report[f"heads/{name}"]
-            assert found["token_ids"] == [each.token_ids for each in alone], done.stderr
-            assert not found["has_pace"]
-        assert report["heads/fixed"]["guesses"] == guesses and guesses[0]
-        assert report["heads/order"]["guesses"] != guesses
 
 
 # Without processes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,11 @@ from transformers import PreTrainedModel
 import lpr.model.kv_cache
 import lpr.model.sampling.sampler
 import lpr.model.sampling.specification
-from lpr import DecodeConfig, Engine, InputError, Lookahead, SamplingParams
+from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.group import Download
-from lpr.model import loader
-from lpr.model.fused import decoder_layer
-from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import CudaCapturer
 from lpr.model.graphs import GraphForward
 from lpr.model.kv_cache import KVCache
-from lpr.model.rewrite.merged_linear import PackedLinear
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
 from lpr.model.sampling.selection import Selection
@@ -238,63 +233,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["gemma2"])
-def test_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
-    model = tiny_model(family, spread=0.12, **FAMILIES[family])
-    expected = ids(Engine.from_model(copy.deepcopy(model), decode=PLAIN), MIXED)
-    engine = Engine.from_model(to_gpu(model), decode=SMALL)
-    captured = gpu.num_captures
-    gpu.events.clear()
-    assert ids(engine, MIXED) == expected
-    assert engine.model.attention == "triton" and engine.model.graph_reason is None, "fell back"
-    assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
-
-
 def fails(*_: Any) -> torch.Tensor:
     raise StrangeError("no such instruction")
 
 
 class StrangeError(Exception):
     """As compilers and drivers raise them."""
-
-
-@pytest.mark.parametrize("layers", ["known"])
-def test_a_checkpoint(
-    layers: str, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """As a program loads one: packed, its layers replaced.
-
-    A model of unknown layers goes to the compiler, which refuses to work on this machine and is given up. So does one
-    whose layers' kernels do not work, which keeps the kernel of attention.
-    """
-    knows_layers = layers == "known"
-    if layers == "unknown":
-        monkeypatch.setattr(decoder_layer, "layer_of", lambda *_: None)
-    if layers == "broken kernels":
-        monkeypatch.setattr("lpr.model.kernels.elementwise_kernel.gate", fails)
-
-    def read_there(where: torch.device, read: Any, dtype: Any) -> Any:
-        model, info = read(dtype=dtype)
-        return (to_gpu(model) if where.type == "cuda" else model), info
-
-    monkeypatch.setattr(loader, "_read_to", read_there)
-    torch._dynamo.reset()  # other tests compile as well
-    copy.deepcopy(model).save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_: module)  # it is there
-    engine = Engine.from_pretrained(str(tmp_path), SMALL, device="cuda", dtype="float32")
-    captured = gpu.num_captures
-    gpu.events.clear()
-    assert ids(engine, MIXED) == expected["mixed"]
-    assert engine.model.attention == "triton" and engine.model.graph_reason is None
-    assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
-    assert any(isinstance(module, PackedLinear) for module in engine.model.model.modules())
-    replaced = [isinstance(vars(each).get("forward"), DecoderLayer) for each in engine.model.model.model.layers]
-    assert replaced == [knows_layers] * len(replaced)
-    compiled = engine.model.compiled
-    assert compiled is None if knows_layers else compiled is not None and bool(compiled.reason)
-    assert caplog.text.count("steps are not compiled") == (not knows_layers)
-    assert caplog.text.count("using transformers' own: no such instruction") == (layers == "broken kernels")
 
 
 def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
@@ -314,24 +258,6 @@ def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected
 
     for found in run_ranks(ThreadWorld(2), rank):
         assert found == expected["mixed"]
-
-
-@pytest.mark.parametrize("penalty", [1.1])
-def test_the_drop_in_waits_once_a_step_and_not_for_each_token(
-    penalty: float, gpu: PretendGpu, model: PreTrainedModel
-) -> None:
-    there = to_gpu(copy.deepcopy(model))
-    prompt = torch.tensor([PROMPTS[0], PROMPTS[0]])
-    wanted = {"eos_token_id": 50, "pad_token_id": 0, "do_sample": False, "repetition_penalty": penalty}
-    waits = []
-    for count in (30, 10, 30):  # the first one makes the engine
-        expected = model.generate(prompt, max_new_tokens=count, **wanted)
-        gpu.events.clear()
-        found = there.generate(OnGpu(prompt), max_new_tokens=count, custom_generate=Lookahead(DECODE), **wanted)
-        assert held(found).tolist() == expected.tolist() and found.shape[1] == len(PROMPTS[0]) + count
-        waits.append(gpu.count("wait") + gpu.count("read"))
-    tokens, steps = 2 * (30 - 10), waits[2] - waits[1]
-    assert steps <= tokens / 2, "a step waits once, however many tokens it adds, and two rows share it"
 
 
 # What goes wrong in a capture.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
-import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +34,9 @@ from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import check_compiled
 from lpr.model.step_inputs import StepInputs, current_step
 from lpr.model.tree_mask import TreeMask
-from lpr.planner.facts import facts_of, resolve
-from lpr.planner.footprint import step_launches, tp_traffic
 from tests.fakes import attention_reference
 from tests.fakes.kernel_counts import fake_replica
 from tests.fakes.models import tiny_model
-from tests.fakes.paths import ROOT
 from tests.fakes.pretend_gpu import guard
 from tests.fakes.rewriting import merge_projections
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
@@ -287,22 +282,6 @@ def small(**sizes: int) -> Any:
     return AutoConfig.for_model("llama", **{**shape, "num_hidden_layers": 2, **sizes})
 
 
-def test_the_planner_knows_the_counted_launches() -> None:
-    """Of 7B, 34B and 70B on one to eight ranks, as the program wrote them; a step of 7B on one rank has few."""
-    path = ROOT / "benchmarks" / "results" / "answered" / "kernel_counts.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert {(row["model"], row["tp"], row["entries"]) for row in rows} == set(
-        itertools.product(("llama-2-7b", "codellama-34b", "llama-2-70b"), (1, 2, 4, 8), (1, 64))
-    )
-    known = {name: facts_of(resolve(name).config, name) for name in {row["model"] for row in rows}}
-    for row in rows:
-        facts = known[row["model"]]
-        more = 3 if row["tp"] > 1 else 1  # around a step with torch 2.15; the file is of 2.13
-        assert row["compiled"] + more == step_launches(facts, row["tp"], row["entries"] > 1)
-        assert row["collectives"] == (tp_traffic(facts, 1, 1, 2, row["tp"]).num_collectives if row["tp"] > 1 else 0)
-    assert max(row["compiled"] for row in rows if row["model"] == "llama-2-7b" and row["tp"] == 1) < 340
-
-
 # A few steps through the compiler, as a whole start takes ten times as long (tests/slow).
 
 
@@ -335,48 +314,6 @@ KEYS = [(1, 12, False), (1, 1060, False)]
 BATCHES = [(batch, 12, False) for batch in (2, 3, 5)]
 
 
-@pytest.mark.parametrize(
-    "fault, steps",
-    [(None, KEYS), (the_number_of_keys_decides, KEYS), (None, BATCHES), (equal_sizes_are_one, BATCHES)],
-)
-def test_sizes_make_no_form_of_their_own(
-    fault: Callable[[pytest.MonkeyPatch], None] | None,
-    steps: list[tuple[int, int, bool]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if fault is not None:
-        fault(monkeypatch)
-    assert (forms_of(*runner_of(num_hidden_layers=1), steps) > 1) == (fault is not None)
-
-
-@pytest.mark.parametrize("fault", [False, True])
-def test_logits_in_parts_make_no_form_of_their_own(
-    fault: bool, replica: TensorParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are gathered outside of what is compiled."""
-    if fault:
-        monkeypatch.setattr(VocabularyHead, "forward", asks_for_parts)
-    runner, like = runner_of(replica=replica, folder=tmp_path, num_hidden_layers=1)
-    assert (forms_of(runner, like, [(1, 12, False), (1, 12, True)]) > 1) == fault
-
-
 def asks_for_parts(self: VocabularyHead, input: torch.Tensor) -> torch.Tensor:
     step, mine = current_step(), nn.functional.linear(input, self.weight)
     return mine if step is not None and step.in_parts else mine + 0
-
-
-@pytest.mark.parametrize("fault", [False, True])
-def test_compiled_parts_of_a_rank_keep_their_order(fault: bool, replica: TensorParallel, tmp_path: Path) -> None:
-    """With values in the place of keys, which are as high, its logits are others than those of layers as loaded."""
-    runner, like = runner_of(replica=replica, folder=tmp_path, num_hidden_layers=1)
-    loaded = TreeModel(load(str(tmp_path), tp=replica).model, attention="triton")
-    packed = runner.model.model.layers[0].self_attn.q_proj.pack
-    if fault:
-        queries, keys, values = packed.weight.clone().split(packed.sizes)
-        packed.weight.copy_(torch.cat([queries, values, keys]))
-    runner.compile(backend="eager")
-    found = []
-    for made, forward in ((loaded, loaded.adapter.forward), (runner, runner.compiled.forward)):  # type: ignore[union-attr]
-        cache = like.resized(5, 64)
-        found.append(torch.cat([forward(step_of(made, cache, 1, at, True), cache) for at in range(3)]))
-    assert torch.allclose(*found, atol=1e-4) != fault

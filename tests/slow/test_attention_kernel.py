@@ -13,8 +13,18 @@ import numpy as np
 import pytest
 import torch
 
+from lpr import Engine, SamplingParams
+from lpr.model.tree_mask import TreeMask
+from tests.fakes.again import again
+from tests.fakes.models import tiny_model
 from tests.fakes.paths import ROOT
+from tests.fakes.pretend_kernels import without_a_check
+from tests.model.kernels import test_attention_kernel as fast
 from tests.model.kernels.test_attention_kernel import (
+    DECODE,
+    DEVICE,
+    FAMILIES,
+    PROMPTS,
     attention_kernel,
     check_against_reference,
     make_case,
@@ -22,7 +32,6 @@ from tests.model.kernels.test_attention_kernel import (
     pytestmark,
     random_parents,
 )
-from tests.model.kernels.test_attention_kernel import test_the_engine_emits_the_same_ids_with_the_kernel as check_engine
 from tests.model.kernels.test_attention_kernel import (
     test_trees_of_several_words_in_a_ragged_batch as check_ragged_batch,
 )
@@ -71,6 +80,25 @@ def test_trees_of_several_words(dtype: torch.dtype, rules: str, num_splits: int)
 
 
 @needs_triton
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_engines_emit_the_same_ids_with_the_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_engine(family, monkeypatch)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_the_engine_emits_the_same_ids_with_the_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"num_attention_heads": 2, "num_key_value_heads": 1}  # the interpreter runs a program for each head
+    model = tiny_model(family, seed=7, spread=0.12, **few, **FAMILIES[family]).to(DEVICE)
+    monkeypatch.setattr("lpr.engine.prepare.self_check", without_a_check)  # which is tested below
+    params = SamplingParams(max_new_tokens=4)
+    done = Engine.from_model(model, decode=DECODE, attention="sdpa").generate(PROMPTS, params)
+    engine = Engine.from_model(model, decode=DECODE, attention="triton")
+
+    def forbidden(*_: object) -> torch.Tensor:
+        raise AssertionError("a dense mask was built")
+
+    monkeypatch.setattr(TreeMask, "visible", forbidden)
+    monkeypatch.setattr("lpr.model.attention.layer_rules._dense_mask", forbidden)
+    assert [each.token_ids for each in engine.generate(PROMPTS, params)] == [each.token_ids for each in done]
+
+
+test_trees_of_several_words_in_a_ragged_batch = again(
+    fast.test_trees_of_several_words_in_a_ragged_batch,
+    ("dtype", "rules", "num_splits"),
+    [(torch.bfloat16, "plain", 2), (torch.float16, "window", 1)],
+)

@@ -17,3 +17,6 @@ test_an_exception_on_one_rank_ends_all_of_them = again(
     product(("begin", "busy", "gather", "commit", "end"), (0, 1)),
     without=fast.ENDED,
 )
+test_an_answer_that_an_interrupt_meets_at_its_end = again(
+    fast.test_an_answer_that_an_interrupt_meets_at_its_end_can_be_taken, "stop", [("\x00never",)]
+)

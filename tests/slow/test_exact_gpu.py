@@ -12,10 +12,7 @@ from lpr import DecodeConfig, Engine
 from lpr.model.exact import check
 from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
-from tests.model.exact.test_exact_gpu import DECODE, PARAMS, PROMPTS, ROOM
-from tests.model.exact.test_exact_gpu import (
-    test_replays_are_compared_with_direct_steps_at_every_height as check_replays,
-)
+from tests.model.exact.test_exact_gpu import DECODE, PARAMS, PROMPTS, ROOM, replays_that_round_otherwise
 
 
 def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
@@ -50,8 +47,20 @@ def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
     assert heights == {check.HEIGHT}
 
 
-@pytest.mark.parametrize("rows", [64, 256])
-def test_a_replay_that_rounds_otherwise_ends_graphs(
+@pytest.mark.parametrize("rows", [0, 64, 256])
+def test_replays_are_compared_with_direct_steps_at_every_height(
     rows: int, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_replays(rows, gpu, monkeypatch)
+    """At load: where one height differs, steps go on without graphs, with the ids of plain decoding."""
+    model = tiny_model(spread=0.12, num_hidden_layers=1).to(torch.bfloat16)
+    expected = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, exact=True, graphs=False)
+    replays_that_round_otherwise(monkeypatch, rows)
+    gpu.memory = ROOM
+    engine = Engine.from_model(to_gpu(model), decode=DECODE, exact=True)
+    reason, replays = engine.model.graph_reason, gpu.num_replays
+    assert reason == (f"a replay of {rows} rows gives other bits than a direct step" if rows else None)
+    assert engine.model.graphs is not None
+    heights = {shape.batch * shape.num_entries for shape in engine.model.graphs.common_shapes(8)}
+    assert heights == {64, 128, 256} and (rows or replays >= len(heights))
+    found = [[each.token_ids for each in it.generate(PROMPTS, PARAMS)] for it in (engine, expected)]
+    assert found[0] == found[1] and (gpu.num_replays > replays) == (not rows)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from tests.model.recurrent.test_split_heads import CASES, model_of
+from lpr import Engine
+from lpr.model import transformers_versions as versions
+from lpr.model.heads.forms import MIMO
+from tests.fakes.adapters import ATTENTION, merged, write_adapter
+from tests.fakes.models import stock_greedy
+from tests.fakes.models_with_heads import checkpoint_with_head
+from tests.fakes.tp_worker import DECODE, FEW, PROMPTS
+from tests.model.recurrent.test_split_heads import CASES, TWO_GROUPS, model_of
 from tests.model.recurrent.test_split_heads import check as check_recurrent
 from tests.model.test_parallel import (
     COMPILED,
@@ -56,6 +65,29 @@ def test_exact_mode_of_recurrent_layers_that_ranks_share(tmp_path: Path) -> None
             for counts in each["found"].values():
                 assert counts["outputs_that_differ"] == counts["logits_that_differ"] == 0, (name, counts)
                 assert counts["logits_compared"] == 3 * 16, (name, counts)
+
+
+def test_recurrent_layers_of_one_replica(tmp_path: Path) -> None:
+    """Ids, states in parts, snapshots and preemption, and faults that show."""
+    check_recurrent(CASES, tmp_path)
+
+
+def test_ranks_have_their_part_of_adapters_of_recurrent_layers(tmp_path: Path) -> None:
+    """Of projections that are cut in parts, of those that are one range, and of the one that adds up."""
+    modules = [*ATTENTION, "in_proj", "out_proj", "in_proj_qkv", "in_proj_a", "in_proj_z"]
+    cases, expected = {}, {}
+    for name, sizes in (("bamba", TWO_GROUPS), ("qwen3_5_text", {})):
+        model = model_of(name, **sizes)
+        model.save_pretrained(tmp_path / name / "base")
+        written = {str(seed): write_adapter(tmp_path / name / str(seed), model, modules, seed) for seed in (0, 1)}
+        named = json.dumps({key: str(folder) for key, folder in written.items()})
+        cases[f"adapters/{name}"] = {"model": str(tmp_path / name / "base"), "adapters": named, "exact": "no"}
+        twins = [model, *(merged(model, folder) for folder in written.values())]
+        expected[f"adapters/{name}"] = [stock_greedy(twin, prompt, 16) for prompt in PROMPTS for twin in twins]
+    done = launch(2, {"tp": 2, "cases": cases}, tmp_path)
+    for rank in range(2):
+        report = json.loads((tmp_path / f"out.{rank}").read_text())
+        assert {key: each.get("token_ids", each) for key, each in report.items()} == expected, done.stderr[-2000:]
 
 
 def test_recurrent_layers_of_two_replicas(tmp_path: Path) -> None:
@@ -139,3 +171,52 @@ def test_two_replicas_of_two_ranks_and_every_kind_of_layer(
     models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     check_two_replicas(models, folders, tmp_path, {"opt/deepspeed": ("opt", "deepspeed")}, tuple(TREES))
+
+
+@pytest.mark.skipif(
+    not hasattr(versions.distributed_mixin, "initialize_distributed_mesh"), reason="--tp needs transformers 5.18"
+)
+def test_ranks_have_their_part_of_adapters(
+    models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of heads that are split, of a head that both ranks have, and of layers that are split along their input."""
+    cases, expected, sizes = {}, {}, {}
+    for name, modules in (("llama", [*ATTENTION, "up_proj", "down_proj"]), ("one_kv_head", ATTENTION)):
+        written = {
+            str(seed): write_adapter(tmp_path / name / str(seed), models[name], modules, seed) for seed in (0, 1)
+        }
+        named = json.dumps({key: str(folder) for key, folder in written.items()})
+        twins = [models[name], *(merged(models[name], folder) for folder in written.values())]
+        for exact in ("yes", "no"):
+            key = f"adapters/{name}/{exact}"
+            cases[key] = {"model": str(folders[name]), "adapters": named, "exact": exact}
+            expected[key] = [stock_greedy(twin, prompt, 16) for prompt in PROMPTS for twin in twins]
+            weights = [load_file(folder / "adapter_model.safetensors").values() for folder in written.values()]
+            sizes[key] = sum(each.nbytes for adapter in weights for each in adapter)
+    done = launch(2, {"tp": 2, "cases": cases}, tmp_path)
+    for rank in range(2):
+        report = json.loads((tmp_path / f"out.{rank}").read_text())
+        assert {key: each.get("token_ids", each) for key, each in report.items()} == expected, done.stderr
+        assert all(each["bytes"] < 0.9 * sizes[key] for key, each in report.items())
+
+
+def test_ranks_run_a_prediction_head_together(tmp_path: Path) -> None:
+    """Its guesses are those of one rank; with the parts of its logits in the wrong order they are others."""
+    checkpoint_with_head(tmp_path / "model", "qwen2", MIMO)
+    cases = {
+        f"heads/{name}": {"model": str(tmp_path / "model"), "adaptive": adaptive, "fault": fault}
+        for name, adaptive, fault in (("fixed", "no", ""), ("adaptive", "yes", ""), ("order", "no", "order"))
+    }
+    done = launch(2, {"tp": 2, "cases": cases}, tmp_path)
+    engine = Engine.from_pretrained(str(tmp_path / "model"), replace(DECODE, window_size=0, draft_heads="on"))
+    alone = engine.generate(PROMPTS * 2, FEW)
+    heads = [each.stats.sources["head"] for each in alone]
+    guesses = [sum(each.drafted for each in heads), sum(each.accepted for each in heads)]
+    for rank in range(2):
+        report = json.loads((tmp_path / f"out.{rank}").read_text())
+        for name in ("fixed", "adaptive", "order"):
+            found = report[f"heads/{name}"]
+            assert found["token_ids"] == [each.token_ids for each in alone], done.stderr
+            assert not found["has_pace"]
+        assert report["heads/fixed"]["guesses"] == guesses and guesses[0]
+        assert report["heads/order"]["guesses"] != guesses

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
+import torch
+
+from lpr import native
 from tests.fakes.again import again
 from tests.fakes.compared import SHAPES
+from tests.model.exact import test_check as exact
 from tests.model.exact.test_check import DTYPES
 from tests.model.recurrent import test_recurrent as fast
+from tests.model.recurrent.test_recurrent import hybrid
 
 test_greedy_ids_equal_transformers = again(
     fast.test_greedy_ids_equal_transformers, "name", fast.KINDS, without=fast.SOME
@@ -35,3 +41,18 @@ test_exact_bits_of_ways_to_decode = again(
     "name, ways",
     [(name, tuple(SHAPES)) for name in ("qwen3_next", "granitemoehybrid", "lfm2", "mamba2")],
 )
+test_a_wrong_form_is_refused = again(
+    fast.test_a_wrong_form_is_refused, "name, full_size", [("granitemoehybrid", False)]
+)
+test_memory_of_a_tree = again(fast.test_memory_of_a_tree_of_512_nodes_is_bounded, "kind", ["selective"])
+
+
+def test_exact_scans_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's sums are other bits, and the same numbers."""
+    runner = exact.checked(hybrid("qwen3_next"))
+    natively = exact.in_pieces(runner, exact.TEXT[:40], [30, 10])
+    monkeypatch.setattr(native, "walk_linear", None)
+    by_torch = exact.in_pieces(runner, exact.TEXT[:40], [30, 10])
+    torch.testing.assert_close(by_torch, natively, rtol=1e-4, atol=1e-4)
+    assert torch.equal(exact.in_pieces(runner, exact.TEXT[:40], [1] * 40), by_torch)
+    exact.check_trees(runner, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -54,25 +53,6 @@ def replays_that_round_otherwise(patch: pytest.MonkeyPatch, rows: int) -> None:
         return multiply(self, states) * (1 + 2**-7 * is_it)
 
     patch.setattr(nn.Linear, "forward", mutant)
-
-
-@pytest.mark.parametrize("rows", [0])
-def test_replays_are_compared_with_direct_steps_at_every_height(
-    rows: int, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At load: where one height differs, steps go on without graphs, with the ids of plain decoding."""
-    model = tiny_model(spread=0.12, num_hidden_layers=1).to(torch.bfloat16)
-    expected = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, exact=True, graphs=False)
-    replays_that_round_otherwise(monkeypatch, rows)
-    gpu.memory = ROOM
-    engine = Engine.from_model(to_gpu(model), decode=DECODE, exact=True)
-    reason, replays = engine.model.graph_reason, gpu.num_replays
-    assert reason == (f"a replay of {rows} rows gives other bits than a direct step" if rows else None)
-    assert engine.model.graphs is not None
-    heights = {shape.batch * shape.num_entries for shape in engine.model.graphs.common_shapes(8)}
-    assert heights == {64, 128, 256} and (rows or replays >= len(heights))
-    found = [[each.token_ids for each in it.generate(PROMPTS, PARAMS)] for it in (engine, expected)]
-    assert found[0] == found[1] and (gpu.num_replays > replays) == (not rows)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from transformers import masking_utils
 
 import lpr.model.attention.layer_rules
 import lpr.model.tree_mask
-from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
+from lpr import DecodeConfig, InputError, native
 from lpr.core.tree import ancestor_bits
 from lpr.model.attention.layer_rules import LayerRule, layer_rule
 from lpr.model.input_builder import Row, build_inputs
@@ -31,7 +31,6 @@ from lpr.model.self_check import self_check
 from lpr.model.tree_mask import TreeMask, ancestor_words, build_mask
 from tests.fakes import attention_reference
 from tests.fakes.models import tiny_model
-from tests.fakes.pretend_kernels import without_a_check
 
 # Triton's interpreter in NumPy 2, on every kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -231,8 +230,6 @@ RULES: dict[str, dict[str, Any]] = {
     ("dtype", "rules", "num_splits"),
     [
         (torch.float32, "softcap and sinks", 1),
-        (torch.bfloat16, "plain", 2),
-        (torch.float16, "window", 1),
     ],
     ids=str,
 )
@@ -316,24 +313,6 @@ FAMILIES = {
 }
 DECODE = DecodeConfig(window_size=3, ngram_size=3, guess_set_size=3, trie_nodes=10)
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [(3 * i) % 89 for i in range(20)]]
-
-
-@needs_triton
-@pytest.mark.parametrize("family", ["gemma2"])
-def test_the_engine_emits_the_same_ids_with_the_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"num_attention_heads": 2, "num_key_value_heads": 1}  # the interpreter runs a program for each head
-    model = tiny_model(family, seed=7, spread=0.12, **few, **FAMILIES[family]).to(DEVICE)
-    monkeypatch.setattr("lpr.engine.prepare.self_check", without_a_check)  # which is tested below
-    params = SamplingParams(max_new_tokens=4)
-    done = Engine.from_model(model, decode=DECODE, attention="sdpa").generate(PROMPTS, params)
-    engine = Engine.from_model(model, decode=DECODE, attention="triton")
-
-    def forbidden(*_: object) -> torch.Tensor:
-        raise AssertionError("a dense mask was built")
-
-    monkeypatch.setattr(TreeMask, "visible", forbidden)
-    monkeypatch.setattr("lpr.model.attention.layer_rules._dense_mask", forbidden)
-    assert [each.token_ids for each in engine.generate(PROMPTS, params)] == [each.token_ids for each in done]
 
 
 @needs_triton

@@ -23,21 +23,12 @@ if not find_spec("triton"):
 from lpr.model.kernels import exact_kernel
 
 # Triton's interpreter in NumPy 2, on every kernel.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.usefixtures("products_by_row"),
+]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def products_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's matrix products, each row of which is the same wherever it stands."""
-    from triton.runtime import interpreter
-
-    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        one, other = (each.data.astype(d.data.dtype) for each in (a, b))
-        return interpreter.TensorHandle(np.einsum("mk,kn->mn", one, other) + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 RULES: dict[str, dict[str, Any]] = {

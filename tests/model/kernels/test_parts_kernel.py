@@ -17,7 +17,7 @@ from lpr.core.accept import NOT_A_NUMBER
 from lpr.model.graph_inputs import static_shape
 from lpr.model.input_builder import Row
 from lpr.model.kv_cache import KVCache
-from lpr.model.sampling import choice, parts, specification
+from lpr.model.sampling import parts, specification
 from lpr.model.sampling.selection import TOP_K, Selection
 from tests.fakes.difficult_logits import PARAMS, draws, peaked
 from tests.fakes.models import tiny_model
@@ -63,20 +63,6 @@ def test_the_choice_of_the_whole_row(drawn: tuple[torch.Tensor, Selection]) -> N
     expected = specification.pick(logits.to(DEVICE), selection.to(DEVICE)).tolist()
     count = 2 + logits.shape[1] % 2
     assert together(logits, selection, edges_of(logits.shape[1], count), 0, 24)[0].tolist() == expected
-
-
-@pytest.mark.parametrize("params", [*PARAMS[1:3], NARROW, SamplingParams(temperature=0.9, top_k=9, min_p=0.02)])
-def test_candidates_and_half_precision(params: SamplingParams) -> None:
-    logits = peaked(torch.Generator().manual_seed(9), 4, 3000)
-    logits[3:] *= 0.2
-    selection = Selection.build([(SamplingParams(), [4]), (params, range(3))])
-    logits, selection = logits.bfloat16().to(DEVICE), selection.to(DEVICE)
-    chosen, tokens, scores = together(logits, selection, (0, 1024, 2048, 3000), 8)
-    assert chosen.tolist() == specification.pick(logits, selection).tolist()
-    whole, whole_scores = choice.candidates(logits, 8)
-    for row in (0, 1, 2):  # the others have ties in bfloat16
-        assert sorted(tokens[row].tolist()) == sorted(whole[row].tolist())
-    assert (scores.int() - whole_scores.int()).abs().max() <= 1, "sums of parts are rounded"
 
 
 def test_a_list_that_is_too_long_says_so() -> None:

@@ -13,7 +13,7 @@ from hypothesis.strategies import integers
 
 from lpr.config import SamplingParams
 from lpr.model.sampling import specification
-from lpr.model.sampling.choice import ROWS_AT_ONCE, gpu_likeliest, gpu_pick, log_probabilities
+from lpr.model.sampling.choice import ROWS_AT_ONCE, log_probabilities
 from lpr.model.sampling.selection import Selection
 from tests.fakes.difficult_logits import PARAMS, draws, peaked
 from tests.fakes.largest import Largest
@@ -163,11 +163,6 @@ def test_the_likeliest_tokens_of_a_large_vocabulary_need_no_copy_of_it() -> None
         specification.choose(logits, Selection.build([]))
         log_probabilities(logits.repeat(45, 1), torch.zeros(90, dtype=torch.long), 2)
     assert largest.size <= ROWS_AT_ONCE * 128256 * 4
-
-
-def test_the_kernels_pass_their_own_checks() -> None:
-    assert gpu_pick.__wrapped__(DEVICE) is sampling_kernel.choose
-    assert gpu_likeliest.__wrapped__(DEVICE) is sampling_kernel.likeliest
 
 
 def test_weights_of_logits_that_are_no_numbers() -> None:

@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpr import DecodeConfig, Engine, SamplingParams
-from lpr.model.graphs import GraphForward
-from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent import scans
 from lpr.model.recurrent.selective import Selective
 from lpr.model.recurrent.tree import Tree
@@ -29,7 +27,6 @@ from tests.fakes import pretend_gpu
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from tests.fakes.pretend_graphs import Graph
 from tests.fakes.pretend_kernels import without_a_check
-from tests.model.exact.test_check import TEXT, in_pieces
 from tests.model.recurrent.test_recurrent import KINDS, hybrid
 
 if importlib.util.find_spec("triton") is None:
@@ -165,26 +162,6 @@ def walked(parents: Sequence[int], inputs: Sequence[Tensor], state: Tensor, trun
     places = scan_kernel.place(mask, slots, trunks)
     options = Options(solve=True, norm=True, scale=0.3)
     return scan_kernel.linear_scan(*inputs, state, places, nothing, options, exact=True)
-
-
-def test_exact_linear_attention_has_the_bits_of_single_entries() -> None:
-    """In a tree, with a trunk and without, and behind a state that has advanced along a path or entry by entry."""
-    torch.manual_seed(0)
-    parents = [*CHAIN, 32, 32, 33, 34, 34, 36]
-    shape = 1, len(parents)
-    inputs = [normal(*shape, 1, 16), normal(*shape, 1, 16), normal(*shape, 2, 24), -torch.rand(*shape, 2).to(DEVICE)]
-    inputs.append(torch.rand(*shape, 2).to(DEVICE))
-    state, last = normal(1, 2, 16, 24), torch.tensor([38], dtype=torch.int32, device=DEVICE)
-    single, ended = state.clone(), [state.clone(), state.clone()]
-    outputs = [walked(parents, inputs, each, trunk) for each, trunk in zip(ended, (0, 2), strict=True)]
-    assert torch.equal(outputs[0][0], outputs[1][0])
-    for _, advance in outputs:
-        advance(last)
-    for entry in [*range(33), 34, 36, 38]:
-        out, advance = walked([-1], [each[:, entry : entry + 1] for each in inputs], single)
-        assert torch.equal(out[0, 0], outputs[0][0][0, entry])
-        advance(torch.zeros(1, dtype=torch.int32, device=DEVICE))
-    assert torch.equal(ended[0], single) and torch.equal(ended[1], single)
 
 
 def test_equal_keys_along_a_chain_keep_their_digits() -> None:
@@ -390,48 +367,6 @@ def test_an_engine_emits_the_same_ids(name: str, few_heads: None, monkeypatch: p
     assert engine.model.cache is not None and engine.model.cache.states.kernels is not None
 
 
-@pytest.mark.parametrize("name", ["olmo_hybrid"])
-def test_exact_bits_by_kernels(name: str, few_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of logits, in pieces of a text and in a tree whose branches come between its nodes."""
-    monkeypatch.setattr("lpr.model.recurrent.states.KERNEL_DEVICES", ("cuda", "cpu"))
-    runner, text = TreeModel(hybrid(name).to(DEVICE), attention="triton", exact=True), TEXT[:10]
-    assert runner.adapter.why_not_exact() is None
-    single = in_pieces(runner, text, [4, *[1] * 6])
-    assert torch.equal(in_pieces(runner, text, [10]), single)
-    cache, prompt = KVCache(1, 64), Row.chain(0, 0, text[:4], 1)
-    runner.adapter.logits([prompt], cache)
-    cache.commit(prompt, range(4))
-    tokens = [each for token in text[4:7] for each in (token, (token + 1) % 97)]
-    row = Row(0, 4, tokens, [-1, -1, 0, 0, 2, 2], [4, 4, 5, 5, 6, 6], 6)
-    assert torch.equal(runner.adapter.logits([row], cache)[::2], single[4:7])
-    cache.commit(row, [0, 2, 4])
-    assert cache.states.kernels is not None
-    assert torch.equal(runner.adapter.logits([Row.chain(0, 7, text[7:], 3)], cache), single[7:])
-
-
-def test_launches_of_a_step_and_its_replay(gpu: PretendGpu, few_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph holds the launches of all layers; behind it each convolution and scan advances by one."""
-    for kernel in KERNELS:
-        monkeypatch.setattr(scan_kernel, kernel, pretend_gpu.Launched(getattr(scan_kernel, kernel)))
-    monkeypatch.setattr(GraphForward, "prepare", lambda *_: None)
-    params = SamplingParams(max_new_tokens=6)
-    engine = Engine.from_model(hybrid("olmo_hybrid"), decode=DECODE)
-    expected = [each.token_ids for each in engine.generate(PROMPTS[:1], params)]
-    engine = Engine.from_model(to_gpu(hybrid("olmo_hybrid")), decode=DECODE)
-    gpu.events.clear()
-    assert [each.token_ids for each in engine.generate(PROMPTS[:1], params)] == expected
-    assert engine.model.graph_reason is None and gpu.num_replays > 2
-    assert gpu.count("pageable") == 0, gpu.events
-    engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=12))
-    launches = []
-    while not engine.is_idle:
-        before = gpu.num_kernels, gpu.num_captures
-        engine.step()
-        if gpu.num_captures == before[1]:
-            launches.append(gpu.num_kernels - before[0])
-    assert launches and max(launches) <= 2 + 1, f"two advances, and the choice of tokens: {launches}"
-
-
 def launches_of_a_graph(num_recurrent: int, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Launches in the graph of a step of 5 entries, by kernel; "all" counts torch's operators, too."""
     kinds = {"layer_types": ["linear_attention"] * num_recurrent + ["full_attention"]}
@@ -460,15 +395,3 @@ def launches_of_a_graph(num_recurrent: int, gpu: PretendGpu, monkeypatch: pytest
         runner.evaluate([Row.chain(0, 3, [1] * 5, 5)], Selection.build([]), 0)
     assert gpu.num_captures == 1 and runner.graph_reason is None
     return +found
-
-
-def test_a_recurrent_layer_launches_two_kernels_of_ours(
-    gpu: PretendGpu, few_heads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its convolution and its scan; where entries lie is looked up once a step. The rest is transformers' own code."""
-    one = launches_of_a_graph(1, gpu, monkeypatch)
-    gpu.num_captures = 0
-    two = launches_of_a_graph(2, gpu, monkeypatch)
-    assert {name: one[name] for name in KERNELS if one[name]} == {"find_parents": 1, "convolve_tree": 1, "scan_tree": 1}
-    assert two - one == {"convolve_tree": 1, "scan_tree": 1, "all": two["all"] - one["all"]}
-    assert two["all"] - one["all"] <= 44

@@ -13,13 +13,12 @@ from safetensors.torch import load_file
 
 from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams
 from lpr.cli.generate import main as generate
-from lpr.model import loader
 from lpr.model.loader import load, model_digest
 from lpr.model.low_bit.formats import read_format
-from lpr.model.low_bit.layers import CodedExperts, CodedLinear, PackedCodedLinear, coded_modules
+from lpr.model.low_bit.layers import CodedExperts, PackedCodedLinear, coded_modules
 from tests.fakes.low_bit_checkpoints import CASES, Case, compressed, finish, packed, write
 from tests.fakes.models import stock_greedy
-from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
+from tests.fakes.pretend_gpu import gpu, guard
 
 __all__ = ["gpu", "guard"]
 
@@ -293,20 +292,3 @@ class _Config:
 
     def get_text_config(self, decoder: bool) -> _Config:
         return self
-
-
-def test_ids_on_a_pretend_gpu(gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers keep their codes, which a kernel reads."""
-    reference = write(tmp_path, CASES["gptq-asymmetric"])
-
-    def read_there(where: torch.device, read: Any, dtype: Any) -> Any:
-        model, info = read(dtype=dtype)
-        return to_gpu(model), info
-
-    monkeypatch.setattr(loader, "_read_to", read_there)
-    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_: module)  # it is there
-    decode = DecodeConfig(max_length=256, kv_tokens=1024)
-    engine = Engine.from_pretrained(str(tmp_path), decode, device="cuda", dtype="float32")
-    found = coded_modules(engine.model.model)
-    assert {type(each) for _, each in found} == {CodedLinear} and engine.model.capturer is not None
-    check_ids(engine, reference, 8)

@@ -16,8 +16,6 @@ from lpr import DecodeConfig, Engine
 from lpr.model.recurrent.split_heads import Cut, own_plan, refusal, split_layers
 from lpr.planner.facts import facts_of
 from lpr.planner.footprint import kv_token_bytes, split_problem, weight_bytes
-from tests.fakes.adapters import ATTENTION, merged, write_adapter
-from tests.fakes.models import stock_greedy
 from tests.fakes.tp_worker import PARAMS, PROMPTS
 from tests.model.test_parallel import launch
 
@@ -30,6 +28,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "columns": ("bamba", TWO_GROUPS, "columns"),
     "whole": ("qwen3_5_text", {}, "whole"),
 }
+FEW = ("qwen3_5_text", "columns")
+"""Cases of the fast suite; tests/slow has all."""
 
 
 def model_of(name: str, **sizes: Any) -> Any:
@@ -64,25 +64,7 @@ def check(cases: dict[str, tuple[str, dict[str, Any], str]], tmp_path: Path, num
 
 
 def test_ids_states_snapshots_and_preemption(tmp_path: Path) -> None:
-    check(CASES, tmp_path)
-
-
-def test_ranks_have_their_part_of_adapters(tmp_path: Path) -> None:
-    """Of projections that are cut in parts, of those that are one range, and of the one that adds up."""
-    modules = [*ATTENTION, "in_proj", "out_proj", "in_proj_qkv", "in_proj_a", "in_proj_z"]
-    cases, expected = {}, {}
-    for name, sizes in (("bamba", TWO_GROUPS), ("qwen3_5_text", {})):
-        model = model_of(name, **sizes)
-        model.save_pretrained(tmp_path / name / "base")
-        written = {str(seed): write_adapter(tmp_path / name / str(seed), model, modules, seed) for seed in (0, 1)}
-        named = json.dumps({key: str(folder) for key, folder in written.items()})
-        cases[f"adapters/{name}"] = {"model": str(tmp_path / name / "base"), "adapters": named, "exact": "no"}
-        twins = [model, *(merged(model, folder) for folder in written.values())]
-        expected[f"adapters/{name}"] = [stock_greedy(twin, prompt, 16) for prompt in PROMPTS for twin in twins]
-    done = launch(2, {"tp": 2, "cases": cases}, tmp_path)
-    for rank in range(2):
-        report = json.loads((tmp_path / f"out.{rank}").read_text())
-        assert {key: each.get("token_ids", each) for key, each in report.items()} == expected, done.stderr[-2000:]
+    check({name: CASES[name] for name in FEW}, tmp_path)
 
 
 def test_a_rank_has_the_same_share_of_every_part() -> None:

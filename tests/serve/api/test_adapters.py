@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,49 +58,6 @@ def change(service: SimpleNamespace, what: str, headers: dict[str, str] = KEY, *
 def names(service: SimpleNamespace) -> dict[str, str | None]:
     listed = service.client.get("/v1/models", headers=KEY).json()["data"]
     return {each["id"]: each["parent"] for each in listed}
-
-
-def test_adapters_are_named_loaded_unloaded_and_kept(service: SimpleNamespace, folders: Any) -> None:
-    paths, expected = folders
-    assert names(service) == {"bundled": None, "sql": "bundled"}
-    assert [ids(service, name) for name in (None, "sql", None)] == [
-        expected[name] for name in ("bundled", "sql", "bundled")
-    ]
-    late = {"lora_name": "late", "lora_path": str(paths["late"])}
-    unknown = service.client.post("/v1/completions", json={"prompt": "a", "model": "late"}, headers=KEY)
-    assert unknown.status_code == 404 and "bundled, sql is" in unknown.json()["error"]["message"]
-    assert change(service, "load", headers={}, **late).status_code == 401
-    loaded = change(service, "load", **late)
-    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'late' added successfully.")
-    assert names(service) == {"bundled": None, "sql": "bundled", "late": "bundled"}
-    assert ids(service, "late") == expected["late"]
-    for body, words in (
-        (late, "'late' is loaded already; load_inplace replaces it"),
-        ({**late, "lora_name": "bundled"}, "'bundled' is a name of the model itself"),
-        ({**late, "lora_name": "x", "lora_path": "/nowhere"}, "cannot read the adapter /nowhere/adapter_config.json"),
-        ({"lora_name": "x"}, "lora_path"),
-    ):
-        failed = change(service, "load", **body)
-        assert failed.status_code == 400 and words in failed.json()["error"]["message"]
-    assert change(service, "load", **{**late, "lora_path": str(paths["sql"]), "load_inplace": True}).status_code == 200
-    assert ids(service, "late") == expected["sql"]
-    assert change(service, "unload", lora_name="sql").text == "Success: LoRA adapter 'sql' removed successfully."
-    assert change(service, "unload", lora_name="sql").status_code == 404
-    assert names(service) == {"bundled": None, "late": "bundled"}
-    # The front knows what was loaded and unloaded since the start, and new ranks are told.
-    started = psutil.Process(service.process.pid).children(recursive=True)
-    [rank] = [each for each in started if "lpr.serve.ranks.rank" in each.cmdline()][:1]
-    rank.kill()
-    end = time.monotonic() + 120
-    while service.client.get("/readyz").status_code == 200 and time.monotonic() < end:
-        time.sleep(0.05)
-    while service.client.get("/readyz").status_code != 200:
-        assert time.monotonic() < end, service.log()
-        time.sleep(0.2)
-    assert ids(service, "late") == expected["sql"] and ids(service, None) == expected["bundled"]
-    assert names(service) == {"bundled": None, "late": "bundled"}
-    unknown = service.client.post("/v1/completions", json={"prompt": "a", "model": "sql"}, headers=KEY)
-    assert unknown.status_code == 404
 
 
 def test_other_routes_know_adapters(service: SimpleNamespace, folders: Any) -> None:
