@@ -176,8 +176,8 @@ class Keeper:
         elif self._is_alone and mesh.awaits_takeover:
             limit, what = LEAVE_SECONDS, "the driver has hung up and not ended"
         else:
-            # Loading from slow storage can block the pulse thread for long. With several ranks, another one takes over or
-            # they reload.
+            # Loading from slow storage can block the pulse thread for long. With several ranks, another one takes
+            # over or they reload.
             limit, what = self._args.load_timeout, "nothing was said while they load"
         return f"{what} for {silent:.0f} s" if silent > limit else None
 
