@@ -12,7 +12,7 @@ from lpr import DecodeConfig, Engine
 from lpr.model import loader
 from lpr.model.low_bit.layers import CodedLinear, coded_modules
 from tests.fakes.low_bit_checkpoints import CASES, write
-from tests.fakes.pretend_gpu import PretendGpu, gpu, to_gpu
+from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from tests.model.low_bit.test_checkpoint import check_ids
 
 

@@ -12,7 +12,7 @@ from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.step_inputs import Row
 from tests.fakes import pretend_gpu
-from tests.fakes.pretend_gpu import PretendGpu, gpu, to_gpu
+from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from tests.fakes.pretend_kernels import products_by_row
 from tests.model.exact.test_check import TEXT, in_pieces
 from tests.model.kernels.test_scan_kernel import (
