@@ -28,6 +28,7 @@ class Download:
 
     def __init__(self) -> None:
         self._places = [torch.empty(0, dtype=torch.int32)] * 2
+        self._copied: Any = None  # an event of the device behind its last copy
 
     def read(self, words: torch.Tensor) -> torch.Tensor:
         """`words` (int32, any shape, on any device) on the host, once the device has made them.
@@ -35,15 +36,25 @@ class Download:
         What is returned holds until the call after the next one; words that are on the host already are returned as
         they are.
         """
+        return self.begin(words)()
+
+    def begin(self, words: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Let the device copy `words` behind the work that it has; what is returned waits for the copy, as `read`."""
         if words.device.type != "cuda":
-            return words.cpu()
+            return lambda: words
         self._places.reverse()
         if self._places[0].numel() < words.numel():
             self._places[0] = torch.empty(words.numel(), dtype=words.dtype).pin_memory()
         place = self._places[0][: words.numel()].view(words.shape)
         place.copy_(words, non_blocking=True)
-        torch.cuda.current_stream(words.device).synchronize()
-        return place
+        copied = self._copied = self._copied or torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(words.device))
+
+        def wait() -> torch.Tensor:
+            copied.synchronize()
+            return place
+
+        return wait
 
 
 SLICE = 0.5  # seconds between two looks of a wait at whether it can still end
@@ -109,10 +120,13 @@ class ProcessGroup(Group):
         gathered = self._gathered[0]
         with comm_errors(LOST):
             work = self._group._allgather_base(gathered, payload)
+            if self._device.type == "cuda":
+                work.wait()  # holds up the stream, not the host: the copy to the host begins by itself
+        download = self._download.begin(gathered)
 
         def wait() -> torch.Tensor:
             self.wait(work, gathered, payload)
-            return self._download.read(gathered).view(self._size, -1)
+            return download().view(self._size, -1)
 
         return wait
 

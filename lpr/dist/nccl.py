@@ -19,6 +19,7 @@ _SETTINGS = {
     "NCCL_RUNTIME_CONNECT": "0",  # connect all at once instead of in the first collective that needs a connection
 }
 _ELASTIC = {
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # a wait holds up the stream alone: the host looks for losses meanwhile
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",

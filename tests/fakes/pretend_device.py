@@ -267,6 +267,12 @@ class PretendGpu(TorchDispatchMode):
             for each in writes:
                 each.memory.uses.written(stream, what)
 
+    def settle(self) -> None:
+        """Work that is launched comes behind what holds the current stream up."""
+        if self.capturing is None and self.streams.current.held_up:
+            self.streams.current.settle()
+            self._coming = [(*each[:3], each[3].clone()) for each in self._coming]
+
     # Operators.
 
     def __enter__(self) -> PretendGpu:
@@ -338,8 +344,9 @@ class PretendGpu(TorchDispatchMode):
                 raise PretendError("a copy from the host in a capture would be a constant of the graph")
         elif non_blocking and self.is_pinned(target):
             self.use("a copy", [source], ())  # type: ignore[list-item]
-            stream = self.streams.current
-            self._coming.append((stream.number, stream.clock[stream.number], target, held(source).clone()))
+            stream, values = self.streams.current, held(source)
+            values = values if stream.held_up else values.clone()
+            self._coming.append((stream.number, stream.clock[stream.number], target, values))
             target.fill_(NOT_THERE)
             return target
         else:
@@ -349,6 +356,7 @@ class PretendGpu(TorchDispatchMode):
 
     def _from_host(self, source: torch.Tensor, target: OnGpu, non_blocking: bool, where: str) -> None:
         """A copy to the device, which waits unless it is of pinned memory, or a number."""
+        self.settle()
         is_pinned = non_blocking and self.is_pinned(source)
         self.note("pinned" if is_pinned or (where == "into the device" and not source.dim()) else "pageable",
                   f"{where} {tuple(source.shape)}")  # fmt: skip
@@ -366,6 +374,8 @@ class PretendGpu(TorchDispatchMode):
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, there: list[OnGpu]) -> Any:
         run, writes = _cuda_only(func, name, args), written_by(func, args, kwargs)
+        if not any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+            self.settle()
         if self.capturing is not None and writes:
             self.capturing.keep(writes)
         plain_args, plain_kwargs = mapped(held, args), mapped(held, kwargs)
@@ -400,6 +410,7 @@ class PretendGpu(TorchDispatchMode):
     def launch(self, run: Callable[[], None], reads: list[OnGpu], writes: list[OnGpu]) -> None:
         """A kernel that is no operator of torch."""
         self.num_kernels += 1
+        self.settle()
         if self.capturing is not None:
             self.capturing.keep(writes)
             self.capturing.add(run, (), {}, [], reads, writes)

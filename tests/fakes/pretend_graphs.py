@@ -103,6 +103,7 @@ class Graph:
         if self.is_reset:
             raise PretendError("a graph is replayed after its reset")
         gpu.num_replays += 1
+        gpu.settle()
         stream = gpu.streams.current
         stream.launch()
         for find, writes_it in self.given.values():

@@ -5,7 +5,8 @@ Imitated, from torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and from NCCL's 
 * the constructor only notes; the first collective connects, on the caller's thread and without a time-out
   (`initNCCLComm`); `eager_connect_single_device` connects at once;
 * a collective runs on a stream of its own, after what the current stream has so far; `wait` orders the current stream
-  after it (`WorkNCCL::synchronizeStream`). Where that stream would stand still for ever, the host does here;
+  after it (`WorkNCCL::synchronizeStream`) and returns. The copies to pinned memory that follow are launched; other
+  work behind a collective that has not ended waits on the host here. An error is raised by a wait that comes after it;
 * collectives meet in the order of their launches, whatever they are: other kinds or sizes are an error here;
 * one in a capture becomes part of the graph, and each replay meets again. Unless NCCL_GRAPH_REGISTER is 0, ranks
   register its buffers with each other during the capture (NCCL's register/coll_reg.cc);
@@ -60,6 +61,11 @@ class Job:
         """What all ranks have brought; None as long as one is missing."""
         met = self._met.get(key, {})
         return met if len(met) == size else None
+
+    def has_ended(self, key: Hashable, size: int) -> bool:
+        """True if all have come, or one that has not is lost."""
+        met = self._met.get(key, {})
+        return len(met) == size or not self.lost.isdisjoint(set(range(size)) - set(met))
 
     def wait(self, key: Hashable, rank: int, size: int) -> dict[int, Any]:
         """What all have brought; raises RuntimeError if one is lost, and HangError."""
@@ -185,20 +191,29 @@ class Work:
     """A collective that has begun."""
 
     def __init__(self, group: PretendNccl, kind: str, given: torch.Tensor, write: Any, uses: Any) -> None:
-        self._group, self._write, self._uses = group, write, uses
+        self._group, self._write = group, write
         self._is_done = False
         self._key = group.next_key(kind, given.shape)
+        gpu = find_gpu()
+        if gpu is not None and group.stream is not None and uses is not None:
+            outer, gpu.streams.current = gpu.streams.current, group.stream
+            gpu.use("a collective", [uses[0]], [uses[1]])
+            gpu.streams.current = outer
         group.job.bring(self._key, group.rank, (kind, given))
 
     def is_completed(self) -> bool:
+        """True if it has ended or failed."""
         self._group.job.monitor(self._group.rank)
-        return self._group.job.found(self._key, self._group.size) is not None
+        return self._group.job.has_ended(self._key, self._group.size)
 
     def wait(self, *_: Any) -> bool:
-        self.finish()
         gpu, stream = find_gpu(), self._group.stream
+        is_held_up = gpu is not None and stream is not None and not self.is_completed()
+        if not is_held_up:
+            self.finish()
         if gpu is not None and stream is not None:
             gpu.streams.current.wait_stream(stream)
+            gpu.streams.current.held_up += [self] if is_held_up else []
         return True
 
     def finish(self) -> None:
@@ -213,11 +228,6 @@ class Work:
             raise
         if len({(kind, each.shape) for kind, each in found.values()}) > 1:
             raise PretendError(f"ranks meet in different collectives: {[kind for kind, _ in found.values()]}")
-        gpu = find_gpu()
-        if gpu is not None and group.stream is not None and self._uses is not None:
-            outer, gpu.streams.current = gpu.streams.current, group.stream
-            gpu.use("a collective", [self._uses[0]], [self._uses[1]])
-            gpu.streams.current = outer
         with torch.utils._python_dispatch._disable_current_modes():
             self._write([found[rank][1] for rank in range(group.size)])
         self._is_done = True

@@ -5,6 +5,9 @@ found by clocks, as torch/cuda/_sanitizer.py does it: each stream, and the host,
 work has ended. An access that does not come after the last write of its memory, or a write that does not come after its
 reads, is a RaceError.
 
+A collective that waits for other ranks holds up the streams that wait for it: a copy to pinned memory is launched
+behind it, and any other work waits on the host, which stands still until the collective has ended.
+
 Order is made by what the CUDA C++ Programming Guide names ("Asynchronous Concurrent Execution": streams, events,
 explicit synchronization): work of one stream is in order; a launch comes after all that the host has waited for; a
 stream or the host waits for an event or a stream. Streams of torch are non-blocking (c10/cuda/CUDAStream.cpp), so that
@@ -57,6 +60,8 @@ class Stream:
 
     def __init__(self, streams: Streams) -> None:
         self.number, self.clock, self._streams = next(_numbers), Clock(), streams
+        self.held_up: list[Any] = []
+        """Collectives that it waits for."""
 
     def launch(self) -> int:
         """Begin a piece of work; returns its number in this stream."""
@@ -66,9 +71,16 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self.clock.learn(event.clock)
+        self.held_up += event.held_up
 
     def wait_stream(self, other: Stream) -> None:
         self.clock.learn(other.clock)
+        self.held_up += other.held_up
+
+    def settle(self) -> None:
+        """The host waits for what holds the stream up; raises the error of a collective."""
+        while self.held_up:
+            self.held_up.pop().finish()
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event(self._streams)
@@ -76,6 +88,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
+        self.settle()
         self._streams.host_waits(self.clock)
 
 
@@ -84,14 +97,24 @@ class Event:
 
     def __init__(self, streams: Streams) -> None:
         self.clock, self._streams = Clock(), streams
+        self.held_up: list[Any] = []
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = Clock((stream or self._streams.current).clock)
+        stream = stream or self._streams.current
+        self.clock, self.held_up = Clock(stream.clock), list(stream.held_up)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._streams.current).wait_event(self)
 
+    def query(self) -> bool:
+        if not all(each.is_completed() for each in self.held_up):
+            return False
+        self.synchronize()
+        return True
+
     def synchronize(self) -> None:
+        for each in self.held_up:
+            each.finish()
         self._streams.host_waits(self.clock)
 
 

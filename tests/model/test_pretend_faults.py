@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +13,8 @@ import pytest
 import torch
 
 from lpr.dist import nccl
-from lpr.dist.group import Download
+from lpr.dist.errors import CommError
+from lpr.dist.group import Download, ProcessGroup
 from lpr.engine.exchange import worst_of_replica
 from lpr.model import graph_capture
 from lpr.model.graph_capture import CudaCapturer
@@ -19,6 +23,7 @@ from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row
 from lpr.model.transfer import Upload
+from tests.fakes import pretend_nccl
 from tests.fakes.models import tiny_model
 from tests.fakes.pretend_gpu import CUDA, OnGpu, PretendError, PretendGpu, RaceError, gpu, guard, to_gpu
 from tests.fakes.pretend_nccl import HangError, Job, nccl_of
@@ -104,7 +109,7 @@ def test_words_are_not_written_while_they_leave(fault: bool, gpu: PretendGpu, mo
 @pytest.mark.parametrize("fault", [False, True])
 def test_results_are_there_when_the_host_has_waited(fault: bool, gpu: PretendGpu, monkeypatch: Patch) -> None:
     if fault:
-        monkeypatch.setattr(Stream, "synchronize", nothing)
+        monkeypatch.setattr(Event, "synchronize", nothing)
     found = Download().read(torch.ones(2, dtype=torch.int32, device=CUDA))
     assert (found.tolist() == [1, 1]) != fault
 
@@ -335,8 +340,11 @@ def test_the_watchdog_leaves_survivors_alone(kept: tuple[str, ...], gpu: Pretend
                 made.eager_connect_single_device(CUDA)
                 job.lose(2)
                 return []
+            work = made._allgather_base(torch.empty(3, dtype=torch.int32, device=CUDA), payload)
+            while not work.is_completed():
+                time.sleep(0.001)
             with pytest.raises(RuntimeError, match="remote process"):
-                made._allgather_base(torch.empty(3, dtype=torch.int32, device=CUDA), payload).wait()
+                work.wait()
             made.abort()
             made = nccl_of(job)("epoch 1", comm.rank, 2)
             found = torch.empty(2, dtype=torch.int32, device=CUDA)
@@ -364,3 +372,97 @@ def test_a_result_that_nobody_waited_for_is_a_race(gpu: PretendGpu) -> None:
         found.tolist()
     work.wait()
     assert found.tolist() == [1.0] * 2
+
+
+# The gather of a step.
+
+
+class Gathering:
+    """A rank of two whose gathers go through NCCL, and what its device does, in order."""
+
+    def __init__(self, comm: ThreadComm, job: Job, machine: PretendGpu, timeout: float = 30.0) -> None:
+        made: Any = nccl_of(job)("lp", comm.rank, 2)
+        made.eager_connect_single_device(CUDA)
+        self.looks, self.loss = 0, ""
+        self.group, self.machine = ProcessGroup(made, comm.rank, 2, CUDA, timeout, self.find_loss), machine
+        self.payload = torch.full((3,), 7 + comm.rank, dtype=torch.int32, device=CUDA)
+
+    def find_loss(self) -> str | None:
+        self.looks += 1
+        return self.loss or None
+
+
+def gather_of_two(meet: Callable[[Gathering, int, threading.Event], Any], **how: Any) -> list[Any]:
+    """What `meet` returns on two ranks, with an event that they share."""
+    job, event = Job(), threading.Event()
+
+    def rank(comm: ThreadComm) -> Any:
+        with PretendGpu() as machine:
+            return meet(Gathering(comm, job, machine, **how), comm.rank, event)
+
+    return run_ranks(ThreadWorld(2), rank, timeout=30.0)
+
+
+def copy_after_the_wait(patch: Patch) -> None:
+    patch.setattr(Download, "begin", lambda self, words: lambda: Download.read(self, words))
+    patch.setattr(Download, "read", lambda self, words: words.cpu())
+
+
+def copy_that_nobody_waits_for(patch: Patch) -> None:
+    patch.setattr(Event, "synchronize", nothing)
+
+
+def copy_before_the_collective(patch: Patch) -> None:
+    patch.setattr(pretend_nccl.Work, "wait", lambda self: self.is_completed() and self.finish())
+
+
+@pytest.mark.parametrize("fault", [None, copy_after_the_wait, copy_that_nobody_waits_for, copy_before_the_collective])
+def test_a_gathers_copy_is_launched_before_the_others_come(
+    fault: Callable[[Patch], None] | None, gpu: PretendGpu, monkeypatch: Patch
+) -> None:
+    """The device copies what it has gathered by itself; the host only looks for the copy's end."""
+    if fault is not None:
+        fault(monkeypatch)
+
+    def meet(each: Gathering, rank: int, event: threading.Event) -> Any:
+        if rank:
+            event.wait(20)
+        found = []
+        for _ in range(3):
+            wait = each.group.begin_gather(each.payload)
+            is_launched = len(each.machine._coming) == 1
+            event.set()
+            found.append((wait().tolist(), is_launched))
+            each.payload += 10
+        return found
+
+    expected = [([[7 + step, 7 + step, 7 + step], [8 + step, 8 + step, 8 + step]], True) for step in (0, 10, 20)]
+    if fault is None:
+        assert gather_of_two(meet) == [expected] * 2
+    else:
+        with contextlib.suppress(RaceError, PretendError):
+            assert gather_of_two(meet) != [expected] * 2
+
+
+@pytest.mark.parametrize("end", ["lost", "found", "late"])
+def test_a_gather_that_cannot_end_raises(end: str, gpu: PretendGpu, monkeypatch: Patch) -> None:
+    """NCCL tells that a rank is lost, somebody else does, or nobody does: the copy behind it holds up no host."""
+    monkeypatch.setattr("lpr.dist.group.SLICE", 0.02)
+
+    def meet(each: Gathering, rank: int, event: threading.Event) -> Any:
+        if rank:
+            event.wait(20)
+            if end == "lost":
+                time.sleep(0.1)
+                each.group._group.job.lose(1)
+            return None
+        wait = each.group.begin_gather(each.payload)
+        event.set()
+        each.loss = "rank 1 was lost" if end == "found" else ""
+        with pytest.raises(CommError) as raised:
+            wait()
+        return str(raised.value), each.looks > 0
+
+    said, has_looked = gather_of_two(meet, timeout=0.3 if end == "late" else 30.0)[0]
+    wanted = {"lost": "another rank has ended", "found": "rank 1 was lost", "late": "no answer for 0 s"}
+    assert wanted[end] in said and has_looked
