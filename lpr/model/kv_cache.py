@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from lpr.config import PAGE_SIZE
 from lpr.model.cpu.memory import zeros
 from lpr.model.host_pages import HostPages, swap_ms
+from lpr.model.moves import move_rows
 from lpr.model.recurrent.states import States, StatesInCache
 from lpr.model.step_inputs import Block, Row, StepInputs, current_step
 from lpr.model.transfer import to_device
@@ -370,12 +371,12 @@ class KVCache(StatesInCache, Cache):
         self._fixed.add(layer)
 
     def move(self, rows: np.ndarray) -> None:
-        """Copy the cache rows `rows[0]` to `rows[1]` (int64 [2, n]) in every layer but fixed ones; they may overlap."""
-        if not rows.shape[1]:
-            return
-        source, target = to_device(rows, self._pools[0].device)
-        for pool in self._moved:
-            pool.index_copy_(1, target, pool.index_select(1, source))
+        """As `move_rows`, in every layer but fixed ones.
+
+        A commit moves the entries of a path, in order, to lower places: none reads what an earlier one has written.
+        """
+        if rows.shape[1] and self._moved:
+            move_rows(self._moved, rows)
 
     def clear_entries(self, row: Row) -> None:
         """Zero what a step has written for a row: a NaN changes sums even where its weight is 0."""

@@ -22,6 +22,8 @@ from lpr.model.kernels.coded_kernel import block_of
 from lpr.model.kernels.elementwise_code import gate_rows, normalise, rotate_heads
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.kernels.likely_code import choose_likeliest, list_likeliest
+from lpr.model.kernels.moves_kernel import BLOCK as MOVED_WORDS
+from lpr.model.kernels.moves_kernel import MOVES, copy_rows
 from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
 from lpr.model.kernels.recurrent_code import (
     advance_convolution,
@@ -76,7 +78,7 @@ def signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tup
         "slots_at": "*i32", "trunk_at": "*i32", "first_at": "*i32", "last_at": "*i32", "parents_at": "*i32",
         "kept_key_at": "*fp32", "kept_value_at": "*fp32", "kept_decay_at": "*fp32", "trunk_state_at": "*fp32",
         "kept_x_at": "*fp32", "kept_dt_at": "*fp32", "kept_b_at": "*fp32", "scratch_at": "*fp32", "rates_at": "*fp32",
-        "low": "fp32", "high": "fp32",
+        "low": "fp32", "high": "fp32", "source_at": "*i64", "target_at": "*i64",
     }  # fmt: skip
     signature, aligned = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -146,6 +148,9 @@ def main() -> None:
     constants = {"COUNT": 8, "BLOCKS": 64, "BLOCK": 512}
     made = build(choose_likeliest, 90, torch.float32, constants, {**LIKELY, "tokens_at": "*i64"}, num_warps=4)
     compiled.append({"kernel": "choose_likeliest", **made})
+    sizes = {"MOVES": MOVES, "BLOCK": MOVED_WORDS}
+    made = build(copy_rows, 90, torch.float32, sizes, {"pool_at": "*i32"}, num_warps=4)
+    compiled.append({"kernel": "copy_rows", **made})
     compiled += elementwise() + scans() + coded()
     print(json.dumps(compiled))
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from lpr.model import step_inputs
+from lpr.model.moves import gpu_mover
 from lpr.model.sampling.choice import TRIED, gpu_likeliest, gpu_pick
 from tests.fakes.pretend_device import CUDA, OnGpu, PretendError, PretendGpu, current_gpu, held, to_gpu
 from tests.fakes.pretend_graphs import Capture, Graph
@@ -28,6 +29,7 @@ from tests.fakes.pretend_kernels import (
     gate,
     kernel,
     likeliest_kernel,
+    move_rows,
     multiply_codes,
     norm_heads,
     rms_norm,
@@ -101,15 +103,16 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     for each in (rms_norm, norm_heads, rotate, gate):
         monkeypatch.setattr(f"lpr.model.kernels.elementwise_kernel.{each.__name__}", each)
     monkeypatch.setattr("lpr.model.kernels.coded_kernel.multiply", multiply_codes)
+    monkeypatch.setattr("lpr.model.kernels.moves_kernel.move_rows", move_rows)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.choose", sampling_kernel)
     monkeypatch.setattr("lpr.model.kernels.sampling_kernel.likeliest", likeliest_kernel)
     # The specifications stand for the kernels: large vocabularies would tell nothing and take half a second.
     monkeypatch.setattr("lpr.model.sampling.choice.TRIED", TRIED[:1])
     storage_of = step_inputs.storage_of
     monkeypatch.setattr(step_inputs, "storage_of", lambda tensor: storage_of(held(tensor)))
-    for each in (gpu_pick, gpu_likeliest):
+    for each in (gpu_pick, gpu_likeliest, gpu_mover):
         each.cache_clear()
     with PretendGpu() as machine:
         yield machine
-    for each in (gpu_pick, gpu_likeliest):
+    for each in (gpu_pick, gpu_likeliest, gpu_mover):
         each.cache_clear()

@@ -15,6 +15,7 @@ import torch
 
 from lpr.model.kv_cache import KVCache
 from lpr.model.low_bit.coded import Coding
+from lpr.model.moves import by_operators, gpu_mover
 from lpr.model.runner import TreeModel
 from lpr.model.sampling import specification
 from lpr.model.sampling.choice import gpu_likeliest, gpu_pick
@@ -31,6 +32,7 @@ def without_a_check(runner: TreeModel) -> KVCache:
     runner.adapter.logits([Row.chain(0, 0, [1, 2], 1)], cache)
     gpu_pick(runner.adapter.device)
     gpu_likeliest(runner.adapter.device)
+    gpu_mover(runner.adapter.device)
     return cache
 
 
@@ -140,6 +142,12 @@ def multiply_codes(coding: Coding, rows: Any, given: Any, bias: Any) -> torch.Te
 
     _launch_on((rows, given, *([] if bias is None else [bias])), (out,), run)
     return out
+
+
+def move_rows(pool: Any, source: Any, target: Any) -> None:
+    """Stands for the kernel that moves rows, likewise."""
+    given = pool, source, target
+    _launch_on(given, (pool,), lambda: by_operators(*map(held, given)))
 
 
 def _launch_on(given: Sequence[Any], written: Sequence[Any], run: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ from tests.fakes.pretend_gpu import (
     sampling_kernel,
     to_gpu,
 )
-from tests.fakes.pretend_streams import Stream
+from tests.fakes.pretend_streams import Event
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
 __all__ = ["gpu", "guard"]
@@ -296,9 +296,10 @@ def selection_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def move_by_host_indices(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: KVCache, sources: list[int], targets: list[int]) -> None:
-        for pool in self._pools if sources else ():
-            pool.index_copy_(1, torch.tensor(targets), pool.index_select(1, torch.tensor(sources)))
+    def mutant(self: KVCache, rows: np.ndarray) -> None:
+        source, target = torch.from_numpy(rows)
+        for pool in self._moved if len(source) else ():
+            pool.index_copy_(1, target, pool.index_select(1, source))
 
     patch.setattr(KVCache, "move", mutant)
 
@@ -341,7 +342,7 @@ def results_in_new_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def results_nobody_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Stream, "synchronize", lambda _: None)
+    patch.setattr(Event, "synchronize", lambda _: None)
 
 
 @pytest.mark.parametrize(
