@@ -94,4 +94,6 @@ def allocate(
         limits.num_host_pages = given.num_host_pages
     else:
         limits.num_host_pages = common_host_pages(model, needs, options, times, met)
+    if limits.num_host_pages and model.cache is not None and comm.rank not in comm.drafting:
+        model.cache.host_pages.take(limits.num_host_pages)
     return Built(limits, size.max_length, needs.describe(size.num_pages) if needs.told else None)

@@ -135,10 +135,17 @@ class Exchange:
         num_words, payload = self.payload_words(len(draft), num_logprobs), self._payload
         if num_words > len(payload):  # only with log-probabilities
             payload = self._payload.new_zeros(num_words)
-        if self._on_host is not None and payload is self._payload:
-            self._on_host[: len(draft.header)] = draft.header
+        header, in_order = draft.header, self.comm.size == 1 and (len(draft) == 1 or self.capacity == 1)
+        places: torch.Tensor | None = None
+        if local is not None and not in_order:  # with the header, in one copy
+            words = draft.placement
+            sent = to_device(np.concatenate([words.reshape(-1).view(np.int32), header]), payload.device)
+            payload[: len(header)] = sent[2 * words.size :]
+            places = sent[: 2 * words.size].view(torch.int64).view(words.shape)
+        elif self._on_host is not None and payload is self._payload:
+            self._on_host[: len(header)] = header
         else:
-            copy_over(payload[: len(draft.header)], draft.header)
+            copy_over(payload[: len(header)], header)
         drafting = self.comm.drafting
         if drafting:
             payload[wire.TIME_WORD] = min(int((time.perf_counter() - self._began) * 1e6), 2**31 - 1)
@@ -146,7 +153,7 @@ class Exchange:
         end = num_words - wire.room_of(num_words, self.capacity, width, num_guesses) * block_words(num_guesses)
         if local is not None:
             results = payload[wire.first_result(num_words, self.capacity, width, num_guesses) : end]
-            self._place(local, draft, results.view(-1, width))
+            self._place(local, places, results.view(-1, width))
         if num_guesses:
             blocks = np.zeros(num_words - end, np.int32)  # always: the buffer holds those of an earlier step
             if guesses is not None:
@@ -155,13 +162,16 @@ class Exchange:
         gathered = self.comm.gather(payload[:num_words]).numpy()
         return Gathered(draft, gathered, width, num_logprobs, num_guesses, drafting)
 
-    def _place(self, local: torch.Tensor, draft: StepDraft, table: torch.Tensor) -> None:
-        """Copy the results of the nodes that this rank owns into `table` [trees * capacity, width]."""
+    def _place(self, local: torch.Tensor, places: torch.Tensor | None, table: torch.Tensor) -> None:
+        """Copy the results of the nodes that this rank owns into `table` [trees * capacity, width].
+
+        `places` are StepDraft.placement; None: they lie one behind the other.
+        """
         columns = table[:, : local.shape[1]]
-        if self.comm.size == 1 and (len(draft) == 1 or self.capacity == 1):  # the results are contiguous
+        if places is None:
             columns[: len(local)] = local
             return
-        source, target, words = to_device(draft.placement, local.device)
+        source, target, words = places
         columns.index_copy_(0, target, local if self.comm.size == 1 else local.index_select(0, source))
         if self.carries_trees:
             table[:, -wire.NUM_NODE_WORDS :].index_copy_(0, target, words.unsqueeze(-1).view(torch.int32))

@@ -211,10 +211,10 @@ def follow(cache: KVCache, moves: Sequence[PageMove], tables: Sequence[tuple[int
             case PageClear():
                 cache.clear([move.page])
             case PageOut():
-                cache.swap_out(move.page, move.host_page)
+                cache.host_pages.store(move.page, move.host_page)
             case StateCopy():
                 cache.states.copy(move.source, move.target)
             case PageIn():
-                cache.swap_in(move.host_page, move.page)
+                cache.host_pages.load(move.host_page, move.page)
     for slot, pages in tables:
         cache.assign(slot, pages)

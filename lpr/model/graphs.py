@@ -43,7 +43,7 @@ from lpr.model.graph_inputs import (
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row, StepInputs
 from lpr.model.torch_compile import CompiledForward
-from lpr.model.transfer import Upload
+from lpr.model.transfer import Upload, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ MOST_COMMON = 192
 """Graphs captured at the start."""
 PENDING = 32
 """Entries beyond the tree's nodes that a graph may hold: committed tokens that another rank has evaluated."""
+NUM_CHANGES = 4096
+"""Words of changed block tables that go up with a step's own."""
 CAPTURED, FAILED, WRONG = range(3)
 """Outcomes of a capture. WRONG: the model's forward cannot be a graph, nor the program that would be one."""
 COMMON_KV = 512
@@ -104,7 +106,7 @@ class GraphForward(EagerForward):
             most = PACKED_BUCKETS[-1]
             largest = StaticShape(0, num_slots, most, 0, 0, most, True, num_kept=most, with_adapters=True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
-        self._words = torch.zeros(largest.num_words, dtype=torch.int32, device=self.adapter.device)
+        self._words = torch.zeros(largest.num_words + NUM_CHANGES, dtype=torch.int32, device=self.adapter.device)
         self._upload = Upload(self._words)
         self._kept_hidden: torch.Tensor | None = None
         """The last step's hidden states [entries, H]. Each graph holds the memory that it writes to."""
@@ -199,9 +201,16 @@ class GraphForward(EagerForward):
         return torch.cat(parts)
 
     def _place(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> None:
-        shape.place(self._upload.words(shape.num_words), rows, selection, self.cache)
-        self._upload.send(shape.num_words)
-        self.cache.send_tables()
+        changes, end = self.cache.changes(), shape.num_words
+        if changes.size > NUM_CHANGES:
+            self.cache.write_changes(to_device(changes, self._words.device))
+            changes = changes[:, :0]
+        words = self._upload.words(end + changes.size)
+        shape.place(words[:end], rows, selection, self.cache)
+        words[end:] = changes.reshape(-1)
+        self._upload.send(len(words))
+        if changes.size:
+            self.cache.write_changes(self._words[end : len(words)].view(2, -1))
 
     def _graph(self, shape: StaticShape) -> Captured | None:
         if shape not in self._graphs:

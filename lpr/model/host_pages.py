@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 64 << 20  # approximate size of an allocation, made when its first page is needed
+SLAB_BYTES = 64 << 20  # memory is taken in pieces of up to so many bytes
 NUM_TIMED = 8  # pages whose copies are timed
 
 
 class HostPages:
-    """K/V of swapped-out pages; for a GPU in pinned memory, so that copies are asynchronous."""
+    """K/V of pages that left the cache; on a GPU in pinned memory, so that no copy waits for the host.
+
+    A piece of memory is taken when its first page is needed, or by `take`: pinning one stops what a GPU does.
+    """
 
     def __init__(self, pools: Sequence[Tensor], page_size: int, slab_bytes: int = SLAB_BYTES) -> None:
         """Room for pages of `pools`, tensors [layers, rows, heads, dim] of the cache, in pieces of `slab_bytes`."""
@@ -33,15 +37,24 @@ class HostPages:
     def _rows(self, pool: Tensor, page: int) -> Tensor:
         return pool[:, page * self._page_size : (page + 1) * self._page_size]
 
+    def take(self, count: int) -> None:
+        """For a GPU, take the memory of the first `count` pages now."""
+        for number in range(-(-count // self._per_slab) if self._pools[0].device.type == "cuda" else 0):
+            self._slab(number)
+
     def _stored(self, host_page: int) -> list[Tensor]:
         number, place = divmod(host_page, self._per_slab)
-        if number not in self._slabs:
-            self._slabs[number] = [self._slab(pool) for pool in self._pools]
-        return [slab[place] for slab in self._slabs[number]]
+        return [part[place] for part in self._slab(number)]
 
-    def _slab(self, pool: Tensor) -> Tensor:
-        shape = self._per_slab, len(pool), self._page_size, *pool.shape[2:]
-        return torch.empty(shape, dtype=pool.dtype, pin_memory=pool.device.type == "cuda")
+    def _slab(self, number: int) -> list[Tensor]:
+        if number not in self._slabs:
+            shapes = [(self._per_slab, len(pool), self._page_size, *pool.shape[2:]) for pool in self._pools]
+            sizes = [prod(shape) * pool.element_size() for shape, pool in zip(shapes, self._pools, strict=True)]
+            # At once: torch rounds each piece of pinned memory up to a power of two.
+            whole = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._pools[0].device.type == "cuda")
+            parts = zip(whole.split(sizes), shapes, self._pools, strict=True)
+            self._slabs[number] = [part.view(pool.dtype).view(shape) for part, shape, pool in parts]
+        return self._slabs[number]
 
 
 def swap_ms(pools: Sequence[Tensor], page_size: int) -> float:

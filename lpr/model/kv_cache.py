@@ -154,10 +154,17 @@ class KVCache(StatesInCache, Cache):
         breaks = np.nonzero(np.diff(new) != 1)[0]
         self.run_rows[slot] = (int(breaks[0]) + 1 if len(breaks) else len(new)) * self.page_size
 
-    def send_tables(self) -> None:
-        """Bring what `assign` has changed to the device, for captured steps."""
-        if self._device_tables is not None:
-            self.device_tables(self._device_tables.device)
+    def changes(self) -> np.ndarray:
+        """Int32 [2, n], for `write_changes`: places among all tables that `assign` has changed, and their pages."""
+        places = np.unique(np.concatenate(self._changed)) if self._changed else np.empty(0, np.int64)
+        return np.stack([places, self.tables.reshape(-1)[places]]).astype(np.int32)
+
+    def write_changes(self, changes: Tensor) -> None:
+        """Write all `changes`, which are on the device by now, to the tables there."""
+        assert self._device_tables is not None
+        target = changes[0].long()
+        self._device_tables.index_copy_(0, target + target // self.tables.shape[1], changes[1])
+        self._changed.clear()
 
     def device_tables(self, device: torch.device) -> Tensor:
         """Int32 [slots, pages]: the block tables on a device, with all changes; always the same memory.
@@ -171,11 +178,7 @@ class KVCache(StatesInCache, Cache):
             if (different := np.nonzero(self.tables.reshape(-1) != np.arange(self.tables.size))[0]).size:
                 self._changed = [different]
         if self._changed:
-            places = np.unique(np.concatenate(self._changed))
-            words = np.stack([places, self.tables.reshape(-1)[places]])
-            target, pages = to_device(words, device)
-            self._device_tables.index_copy_(0, target + target // per_slot, pages.to(torch.int32))
-            self._changed.clear()
+            self.write_changes(to_device(self.changes(), device))
         return self._device_tables.view(slots, per_slot + 1)[:, :per_slot]
 
     def cache_rows(self, slots: np.ndarray | int, places: np.ndarray) -> np.ndarray:
@@ -401,17 +404,10 @@ class KVCache(StatesInCache, Cache):
             pool[:, : self._num_begun * self.page_size].zero_()
 
     @cached_property
-    def _host_pages(self) -> HostPages:
+    def host_pages(self) -> HostPages:
+        """Room in host memory for pages that leave the cache."""
         return HostPages(self._pools, self.page_size)
 
-    def swap_out(self, page: int, host_page: int) -> None:
-        """Copy a page to a page of host memory."""
-        self._host_pages.store(page, host_page)
-
-    def swap_in(self, host_page: int, page: int) -> None:
-        """Copy a page of host memory to a page."""
-        self._host_pages.load(host_page, page)
-
     def swap_ms(self) -> float:
-        """Measured milliseconds of both."""
+        """Measured milliseconds to copy a page to host memory and back."""
         return swap_ms(self._pools, self.page_size)

@@ -347,12 +347,21 @@ class PretendGpu(TorchDispatchMode):
             stream, values = self.streams.current, held(source)
             values = values if stream.held_up else values.clone()
             self._coming.append((stream.number, stream.clock[stream.number], target, values))
+            self._overwrite(stream, target)
             target.fill_(NOT_THERE)
             return target
         else:
             self.host_reads("read", f"{tuple(source.shape)}", [source])  # type: ignore[list-item]
         held(target).copy_(held(source))
         return target
+
+    def _overwrite(self, stream: Stream, target: torch.Tensor) -> None:
+        """A copy to pinned memory comes behind copies from it that its stream knows of."""
+        begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
+        for each in [each for each in self._leaving if each[2].data_ptr() < end]:
+            is_known = stream.clock.get(each[0], 0) >= each[1]
+            if each[2].data_ptr() + each[2].nbytes > begin and is_known and torch.equal(each[2], each[3]):
+                self._leaving = [other for other in self._leaving if other is not each]
 
     def _from_host(self, source: torch.Tensor, target: OnGpu, non_blocking: bool, where: str) -> None:
         """A copy to the device, which waits unless it is of pinned memory, or a number."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import lpr.model.graphs
 import lpr.model.kv_cache
 import lpr.model.sampling.sampler
 import lpr.model.sampling.specification
@@ -18,6 +19,7 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.group import Download
 from lpr.model.graph_capture import CudaCapturer
 from lpr.model.graphs import GraphForward
+from lpr.model.host_pages import HostPages
 from lpr.model.kv_cache import KVCache
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
@@ -392,3 +394,48 @@ def test_the_specification_of_sampling_stays_on_the_device(
     else:
         assert held(lpr.model.sampling.specification.pick(there, selection)).tolist() == expected.tolist()
         assert gpu.count("wait") == gpu.count("pageable") == 0, gpu.events
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_memory_for_pages_on_the_host_is_pinned_before_the_first_request(
+    fault: bool, gpu: PretendGpu, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinning more while requests run would stop the device. Requests take each other's pages."""
+    if fault:
+        monkeypatch.setattr(HostPages, "take", lambda *_: None)
+    monkeypatch.setattr("lpr.model.host_pages.HostPages.__init__.__defaults__", (1 << 14,))
+    decode = DecodeConfig(window_size=3, trie_nodes=8, max_batch_size=2, max_length=112, kv_tokens=144)
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=decode, swap_space=300e3 / 2**30)
+    expected = Engine.from_model(copy.deepcopy(model), decode=PLAIN)
+    params = SamplingParams(max_new_tokens=20)
+    pinned: list[int] = []
+    pin = PretendGpu.pin
+    noted = lambda self, made: (pinned.append(made.numel() * made.element_size()), pin(self, made))[1]  # noqa: E731
+    monkeypatch.setattr(PretendGpu, "pin", noted)
+    prompts = [[(seed * i + seed) % 97 for i in range(40)] for seed in range(3, 9)]
+    for _ in range(2):  # the prompts' pages come back
+        done = [each.token_ids for each in engine.generate(prompts, params)]
+        assert done == [each.token_ids for each in expected.generate(prompts, params)]
+    assert engine.scheduler.limits.num_host_pages > 20
+    assert engine.scheduler.placement.swapped[2] > 3, "pages came back"
+    assert (max(pinned) > 1 << 13) == fault
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_copies_to_the_device_are_few(
+    fault: bool, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A step's words with the changes of block tables, the header with the nodes' places, and what a commit moves."""
+    if fault:  # tables apart
+        monkeypatch.setattr(lpr.model.graphs, "NUM_CHANGES", 0)
+    decode = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=4, prefill_chunk=64, max_length=192)
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=decode, swap_space=0)
+    commits: list[int] = []
+    move = KVCache.move
+    noted = lambda self, rows: (commits.append(rows.shape[1] > 0), move(self, rows))[1]  # noqa: E731
+    monkeypatch.setattr(KVCache, "move", noted)
+    gpu.events.clear()
+    assert ids(engine, MIXED) == expected["mixed"]
+    num_steps = gpu.count("read")
+    assert num_steps > 5 and (gpu.count("pinned") - sum(commits) <= 2 * num_steps) != fault, gpu.events
