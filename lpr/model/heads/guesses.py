@@ -9,10 +9,11 @@ another next token, at its end: a guess may suffer, never a result.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,12 +21,15 @@ from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
 from lpr.model.adapter import Adapter
+from lpr.model.graph_inputs import packed_inputs
+from lpr.model.heads.at_once import MOST_ENTRIES, guess_at_once
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
 from lpr.model.sampling import in_cpp
 from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel
-from lpr.model.step_inputs import Row
+from lpr.model.step_inputs import Row, StepInputs
+from lpr.model.transfer import to_device
 
 NUM_GUESSES, MOST_GUESSES = 48, 128  # fewest and most guesses after a path, by the nodes of the tree (`num_guesses`)
 DEPTH, WIDTH = 5, 12  # tokens ahead; guesses after one entry
@@ -125,6 +129,7 @@ class Guesser:
         self.embed: Any = adapter.model.get_input_embeddings()
         self.lm_head: Any = head.lm_head or adapter.model.get_output_embeddings()
         self._late: dict[int, _Late] = {}
+        self._depths = DEPTH  # as deep as `_grow_at_once` goes next
 
     @torch.no_grad()
     def check(self, like: KVCache) -> None:
@@ -156,7 +161,11 @@ class Guesser:
         if late is None or late.begin + len(late.tokens) != row.num_cached:
             late = _Late(row.slot, row.num_cached)
         late.tokens += chain.tokens
-        late.states.append(hidden[row.slot][list(chain.entries)])
+        states, entries = hidden[row.slot], list(chain.entries)
+        if entries == list(range(len(entries))):
+            late.states.append(states[: len(entries)])
+        else:
+            late.states.append(states.index_select(0, to_device(np.array(entries, np.int64), states.device)))
         return late
 
     @torch.no_grad()
@@ -167,17 +176,39 @@ class Guesser:
         for each, state in zip(growing, states, strict=True):
             each.states = [state[-1]]
         active = [each for each in growing if each.chain.params is not None]
+        if active and self._launches_at_once:
+            self._grow_at_once(active, cache)
+        else:
+            self._grow(active, cache)
+        return [each.best(self.num_guesses) for each in growing]
+
+    @property
+    def _launches_at_once(self) -> bool:
+        """True where the host would wait for a GPU at each depth."""
+        return self._packs and num_entries(self.num_guesses) <= MOST_ENTRIES
+
+    @property
+    def _packs(self) -> bool:
+        """True on a GPU whose attention takes rows side by side, by one copy of their inputs."""
+        adapter = self.adapter
+        return adapter.device.type == "cuda" and adapter.packed and adapter.packs_bits
+
+    def _grow(self, active: list[_Growing], cache: KVCache) -> None:
+        """Expand the trees, depth by depth."""
         ends = {id(each): [0] for each in active}
         began = 0.0
         for depth in range(DEPTH):
             if not active:
                 break
             last = [state for each in active for state in each.states[-len(ends[id(each)]) :]]
-            logits = self.lm_head(torch.stack(last))
-            self._add(active, ends, logits, depth)
+            params = [(each.chain.params, [each.num_cached + 1 + depth] * len(ends[id(each)])) for each in active]
+            selection = Selection.build([(p, q) for p, q in params if p], self.adapter.device)
+            tokens, shares = likeliest(self.lm_head(torch.stack(last)), selection, self.head.vocabulary)
+            pairs = iter(tokens.tolist()), iter(shares.tolist())
+            for each in active:
+                self._add(each, ends[id(each)], *pairs)
             if depth:
-                took = (time.perf_counter() - began) * 1e3
-                self.forward_ms += (FORWARD_MEMORY if self.forward_ms else 1.0) * (took - self.forward_ms)
+                self._count_time(began)
             if depth == DEPTH - 1:
                 break
             ends = {id(each): self._follow(each, ends[id(each)]) for each in active}
@@ -191,13 +222,37 @@ class Guesser:
             states = self._run([each.row() for each in active], [each.inputs() for each in active], cache)
             for each, state in zip(active, states, strict=True):
                 each.states = [each.states[0], *state]
-        return [each.best(self.num_guesses) for each in growing]
+
+    def _grow_at_once(self, active: Sequence[_Growing], cache: KVCache) -> None:
+        """The same on a GPU, as deep as the last trees were worth it."""
+        began, depths, width = time.perf_counter(), self._depths, self.num_guesses // FOLLOWED
+        known = [(each.chain.row.slot, each.num_cached, each.chain.params) for each in active]
+        at = [(slot, cached, params) for slot, cached, params in known if params is not None]
+        parts = self.adapter, self.head, self.embed, self.lm_head, cache
+        states = torch.stack([each.states[0] for each in active])
+        found = guess_at_once(at, states, *parts, likeliest, depths, self.num_guesses, width, 2 * LEAST)
+        ends, self._depths = {id(each): [0] for each in active}, 1
+        for depth, (tokens, shares) in enumerate(found):
+            for number, each in enumerate(active):
+                self._add(each, ends[id(each)], tokens[number], shares[number])
+            ends = {id(each): self._follow(each, ends[id(each)]) for each in active}
+            is_worth = sum(each.paths[end] for each in active for end in ends[id(each)]) >= self.least
+            if is_worth and self._depths == depth + 1 < DEPTH:
+                self._depths += 1
+        if depths > 1:
+            self._count_time(began, depths - 1)
+        if self._depths < DEPTH:
+            self.forward_ms *= FADING
+
+    def _count_time(self, began: float, forwards: int = 1) -> None:
+        took = (time.perf_counter() - began) * 1e3 / forwards
+        self.forward_ms += (FORWARD_MEMORY if self.forward_ms else 1.0) * (took - self.forward_ms)
 
     def _run(self, rows: Sequence[Row], hidden: Sequence[Tensor], cache: KVCache) -> list[Tensor]:
         """g [entries, H] of each row."""
         if not self.adapter.packed and len(rows) > 1:
             return [self._run([row], [states], cache)[0] for row, states in zip(rows, hidden, strict=True)]
-        inputs = self.adapter.step_inputs(rows, cache)
+        inputs = self._inputs(rows, cache)
         batch, length = inputs.tokens.shape
         given = hidden[0].new_zeros(batch, length, hidden[0].shape[-1])
         places = inputs.places()
@@ -207,19 +262,19 @@ class Guesser:
         found = self.head.step(self.embed(inputs.tokens), given, inputs)
         return [found[index, begin : begin + row.num_entries] for (index, begin), row in zip(places, rows, strict=True)]
 
-    def _add(self, active: Sequence[_Growing], ends: dict[int, list[int]], logits: Tensor, depth: int) -> None:
-        """Add the likeliest tokens after each end; `logits` are [ends of all, V]."""
-        params = [(each.chain.params, [each.num_cached + 1 + depth] * len(ends[id(each)])) for each in active]
-        selection = Selection.build([(p, q) for p, q in params if p], logits.device)
-        tokens, probabilities = likeliest(logits, selection, self.head.vocabulary)
-        pairs = iter(zip(tokens.tolist(), probabilities.tolist(), strict=True))
-        for each in active:
-            for end in ends[id(each)]:
-                for token, share in zip(*next(pairs), strict=True):
-                    path = each.paths[end] * share
-                    if path * self.num_guesses >= LEAST:
-                        each.draft.add(end, token, int(share * PROBABILITY_STEPS))
-                        each.paths.append(path)
+    def _inputs(self, rows: Sequence[Row], cache: KVCache) -> StepInputs:
+        if self._packs:
+            return packed_inputs(rows, cache, self.adapter.device, self.adapter.node_bucket, self.adapter.kv_bucket)
+        return self.adapter.step_inputs(rows, cache)
+
+    def _add(self, each: _Growing, ends: Sequence[int], tokens: Iterable[Any], shares: Iterable[Any]) -> None:
+        """Add the likeliest tokens after each end, by a row of tokens and one of probabilities for it."""
+        for end, *rows in zip(ends, tokens, shares, strict=False):
+            for token, share in zip(*rows, strict=True):
+                path = each.paths[end] * share
+                if path * self.num_guesses >= LEAST:
+                    each.draft.add(end, token, int(share * PROBABILITY_STEPS))
+                    each.paths.append(path)
 
     def _follow(self, each: _Growing, ends: Sequence[int]) -> list[int]:
         """The guesses after `ends` that the head follows, the best ones."""

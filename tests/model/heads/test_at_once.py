@@ -1,0 +1,102 @@
+"""Guesses that a GPU makes without the host: the drafts of the form that asks it at each depth."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lpr import DecodeConfig, Engine
+from lpr.core.heads import HeadDraft
+from lpr.engine.options import EngineOptions
+from lpr.model.heads import at_once, guesses
+from lpr.model.heads.guesses import Chain, Guesser
+from lpr.model.loader import Loaded
+from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
+from tests.model.heads.test_heads import PARAMS, PROMPTS, ids, loaded, plain
+
+__all__ = ["gpu", "guard", "loaded", "plain"]
+
+SIZES: dict[str, Any] = {"window_size": 0, "trie_nodes": 16, "max_batch_size": 3, "prefill_chunk": 64}
+DECODE = DecodeConfig(**SIZES, max_length=128, draft_heads="on")
+Noted = dict[tuple[int, ...], tuple[HeadDraft, int]]
+
+
+def run(loaded: Loaded, machine: PretendGpu | None, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], Noted]:
+    """The ids of an engine, and by text of a chain's end the draft behind it, with what the host has waited for."""
+    found: Noted = {}
+    guess = Guesser.guess
+
+    def noted(self: Guesser, chains: Sequence[Chain], *rest: Any) -> list[HeadDraft]:
+        before = len(machine.events) if machine is not None else 0
+        drafts = guess(self, chains, *rest)
+        kinds = [kind for kind, _ in machine.events[before:]] if machine is not None else []
+        waits = sum(kind in ("wait", "read", "pageable") for kind in kinds)
+        for chain, draft in zip(chains, drafts, strict=True):
+            if chain.params is not None:
+                end = chain.row.slot, chain.row.num_cached + len(chain.tokens), chain.params.seed, chain.tokens[-1]
+                found[end] = draft, waits
+        return drafts
+
+    monkeypatch.setattr(Guesser, "guess", noted)
+    engine = Engine(loaded, DECODE, EngineOptions(swap_space=0))
+    found.clear()
+    done = ids(engine.generate(PROMPTS[:3], [replace(each, max_new_tokens=20) for each in PARAMS[:3]]))
+    if machine is not None:
+        assert engine.model.graph_reason is None and engine.model.attention == "triton"
+    monkeypatch.setattr(Guesser, "guess", guess)
+    return done, found
+
+
+def at_each_depth(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Guesser, "_launches_at_once", False)
+
+
+def unknown_ancestors(patch: pytest.MonkeyPatch) -> None:
+    """Guesses that see no other one have other successors."""
+
+    def mutant(each: Any, **how: Any) -> Any:
+        if "made" in how:
+            each.blocks[0].tree_mask.bits.zero_()
+        return replace(each, **how)
+
+    patch.setattr(at_once, "replace", mutant)
+
+
+def noise_of_the_second_depth(patch: pytest.MonkeyPatch) -> None:
+    inner = at_once.selections_of
+
+    def mutant(ends: Any, depths: int, *how: Any) -> Any:
+        first, second, *_ = inner(ends, depths, *how)
+        return [first, *[second] * (depths - 1)]
+
+    patch.setattr(at_once, "selections_of", mutant)
+
+
+def narrow(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(guesses, "guess_at_once", lambda *args: at_once.guess_at_once(*args[:-1], 1e9))
+
+
+@pytest.mark.parametrize("fault", [None, at_each_depth, unknown_ancestors, noise_of_the_second_depth, narrow])
+def test_drafts_are_those_of_a_cpu_and_the_host_waits_once(
+    fault: Any, loaded: Loaded, plain: list[list[int]], gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three requests, one of them sampled."""
+    there = replace(loaded, model=to_gpu(copy.deepcopy(loaded.model)), head=to_gpu(copy.deepcopy(loaded.head)))
+    if fault is not None:
+        fault(monkeypatch)
+    done, found = run(there, gpu, monkeypatch)
+    assert done == [each[:20] for each in plain[:3]], "guesses change no token"
+    _, expected = run(loaded, None, monkeypatch)
+    shared = found.keys() & expected.keys()
+    assert len(shared) > 6, (len(found), len(expected))
+    assert sum(len(expected[end][0].tokens) > 10 for end in shared) > 4
+    are_equal = True
+    for end in shared:
+        (draft, waits), (wanted, _) = found[end], expected[end]
+        same = (draft.tokens, draft.parents) == (wanted.tokens, wanted.parents)
+        are_equal = are_equal and same and draft.steps == pytest.approx(wanted.steps, abs=4) and waits == 1
+    assert are_equal == (fault is None)
