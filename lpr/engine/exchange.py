@@ -136,9 +136,9 @@ class Exchange:
         if num_words > len(payload):  # only with log-probabilities
             payload = self._payload.new_zeros(num_words)
         header, in_order = draft.header, self.comm.size == 1 and (len(draft) == 1 or self.capacity == 1)
-        places: torch.Tensor | None = None
-        if local is not None and not in_order:  # with the header, in one copy
-            words = draft.placement
+        words = draft.placement if local is not None and not in_order else None
+        places = None if words is None else torch.from_numpy(words)
+        if words is not None and payload.is_cuda:  # both in one copy
             sent = to_device(np.concatenate([words.reshape(-1).view(np.int32), header]), payload.device)
             payload[: len(header)] = sent[2 * words.size :]
             places = sent[: 2 * words.size].view(torch.int64).view(words.shape)

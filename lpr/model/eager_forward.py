@@ -32,7 +32,10 @@ class EagerForward:
     def __init__(
         self, adapter: Adapter, sampler: Sampler, cache: KVCache, before_launch: Callable[[], None] = lambda: None
     ) -> None:
-        """A forward on `cache`; `before_launch` is called after a step's inputs are built, before the launch."""
+        """Evaluate on `cache`; `before_launch` is called when a step's inputs are made, before the device has work.
+
+        A replay on a GPU is launched first: the other ranks' answer comes while the device works.
+        """
         self.adapter = adapter
         self.sampler = sampler
         self.cache = cache

@@ -43,7 +43,7 @@ from lpr.model.graph_inputs import (
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row, StepInputs
 from lpr.model.torch_compile import CompiledForward
-from lpr.model.transfer import Upload, to_device
+from lpr.model.transfer import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,6 @@ MOST_COMMON = 192
 """Graphs captured at the start."""
 PENDING = 32
 """Entries beyond the tree's nodes that a graph may hold: committed tokens that another rank has evaluated."""
-NUM_CHANGES = 4096
-"""Words of changed block tables that go up with a step's own."""
 CAPTURED, FAILED, WRONG = range(3)
 """Outcomes of a capture. WRONG: the model's forward cannot be a graph, nor the program that would be one."""
 COMMON_KV = 512
@@ -106,7 +104,8 @@ class GraphForward(EagerForward):
             most = PACKED_BUCKETS[-1]
             largest = StaticShape(0, num_slots, most, 0, 0, most, True, num_kept=most, with_adapters=True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
-        self._words = torch.zeros(largest.num_words + NUM_CHANGES, dtype=torch.int32, device=self.adapter.device)
+        num_words = largest.num_words + 2 * self.cache.tables.size  # with changes of all block tables
+        self._words = torch.zeros(num_words, dtype=torch.int32, device=self.adapter.device)
         self._upload = Upload(self._words)
         self._kept_hidden: torch.Tensor | None = None
         """The last step's hidden states [entries, H]. Each graph holds the memory that it writes to."""
@@ -175,13 +174,16 @@ class GraphForward(EagerForward):
         if shape is None or self.is_wrong:
             return None
         self._place(shape, rows, selection)
-        self.before_launch()
+        # Before a capture, which has collectives of its own, and on a CPU, whose collectives no host would leave.
+        if self._graphs.get(shape) is None or self.adapter.device.type != "cuda":
+            self.before_launch()
         captured = self._graph(shape)
         if self.is_wrong:
             return None
         if captured is not None:
             self._kept_hidden, self.cache.states.evaluated = captured.hidden, captured.evaluated
         results = captured.replay() if captured is not None else self._run(shape)
+        self.before_launch()  # ranks that differ are named by the host, while their device may wait for ever
         self.num_computed += shape.num_computed
         if shape.num_kept:
             if self._kept_hidden is not None:
@@ -202,9 +204,6 @@ class GraphForward(EagerForward):
 
     def _place(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> None:
         changes, end = self.cache.changes(), shape.num_words
-        if changes.size > NUM_CHANGES:
-            self.cache.write_changes(to_device(changes, self._words.device))
-            changes = changes[:, :0]
         words = self._upload.words(end + changes.size)
         shape.place(words[:end], rows, selection, self.cache)
         words[end:] = changes.reshape(-1)

@@ -13,7 +13,6 @@ from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.config import InputError
 from lpr.dist.comm import agree
 from lpr.dist.errors import CommError
-from lpr.engine import exchange
 from lpr.engine.exchange import DesyncError, Exchange, check_replica
 from lpr.model.input_builder import Row
 from lpr.model.loader import model_digest
@@ -139,13 +138,13 @@ def test_results_of_plain_steps_need_no_placement(
 ) -> None:
     """One rank, many requests: a step without drafts places its results without an upload. Trees have places."""
     placed: list[int] = []
-    original = exchange.to_device
+    place = Exchange._place
 
-    def counted(array: np.ndarray, device: torch.device) -> torch.Tensor:
-        placed.append(array.shape[1])
-        return original(array, device)
+    def counted(self: Exchange, local: torch.Tensor, places: torch.Tensor | None, table: torch.Tensor) -> None:
+        placed.extend([places.shape[1]] if places is not None else [])
+        place(self, local, places, table)
 
-    monkeypatch.setattr(exchange, "to_device", counted)
+    monkeypatch.setattr(Exchange, "_place", counted)
     engine = Engine.from_model(model, decode=decode)
     assert [each.token_ids for each in engine.generate(PROMPTS, PARAMS)] == expected
     assert (len(placed) > 10) == (decode.trie_nodes > 0) and (decode.trie_nodes > 0 or not placed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -11,19 +12,26 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import lpr.model.graphs
 import lpr.model.kv_cache
 import lpr.model.sampling.sampler
 import lpr.model.sampling.specification
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.group import Download
+from lpr.engine.exchange import DesyncError
+from lpr.model import loader
+from lpr.model.fused import decoder_layer
+from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import CudaCapturer
 from lpr.model.graphs import GraphForward
 from lpr.model.host_pages import HostPages
 from lpr.model.kv_cache import KVCache
+from lpr.model.rewrite.merged_linear import PackedLinear
+from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
 from lpr.model.sampling.selection import Selection
+from lpr.model.self_check import self_check
+from lpr.model.step_inputs import Row
 from lpr.model.tree_mask import TreeMask
 from tests.fakes.models import left_of_an_engine, tiny_model
 from tests.fakes.pretend_gpu import (
@@ -36,6 +44,7 @@ from tests.fakes.pretend_gpu import (
     sampling_kernel,
     to_gpu,
 )
+from tests.fakes.pretend_graphs import Graph
 from tests.fakes.pretend_streams import Event
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
@@ -427,8 +436,9 @@ def test_copies_to_the_device_are_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A step's words with the changes of block tables, the header with the nodes' places, and what a commit moves."""
-    if fault:  # tables apart
-        monkeypatch.setattr(lpr.model.graphs, "NUM_CHANGES", 0)
+    place = GraphForward._place
+    apart = lambda self, *how: (self.cache.device_tables(self.adapter.device), place(self, *how))[1]  # noqa: E731
+    monkeypatch.setattr(GraphForward, "_place", apart if fault else place)
     decode = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=4, prefill_chunk=64, max_length=192)
     engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=decode, swap_space=0)
     commits: list[int] = []
@@ -439,3 +449,40 @@ def test_copies_to_the_device_are_few(
     assert ids(engine, MIXED) == expected["mixed"]
     num_steps = gpu.count("read")
     assert num_steps > 5 and (gpu.count("pinned") - sum(commits) <= 2 * num_steps) != fault, gpu.events
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_ranks_of_a_replica_hear_of_each_other_while_the_device_works(
+    fault: bool, gpu: PretendGpu, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step is launched before the answer; a capture waits for it. Ranks that differ are named in both."""
+    events: list[str] = []
+    replay, capture = Graph.replay, CudaCapturer.capture
+    monkeypatch.setattr(Graph, "replay", lambda self: (events.append("launch"), replay(self))[1])
+    monkeypatch.setattr(CudaCapturer, "capture", lambda *given: (events.append("capture"), capture(*given))[1])
+    if fault:  # the host waits first
+        monkeypatch.setattr(GraphForward, "_place", lambda self, *how, place=GraphForward._place: (
+            place(self, *how), self.before_launch()))  # fmt: skip
+
+    def ask(rows: Any) -> Any:
+        events.append("ask")
+
+        def answer() -> None:
+            events.append("answer")
+            if rows[0].num_cached == 40:
+                raise DesyncError("the replicated state of rank 1 differs")
+
+        return answer
+
+    runner = TreeModel(to_gpu(copy.deepcopy(model)), shared=SharedWeights(check_rows=ask))
+    runner.allocate(1, 96, 8, self_check(runner))
+    found = []
+    for cached in (0, 8, 40):
+        events.clear()
+        row = Row.chain(0, cached, [3] * 8, 8)
+        with pytest.raises(DesyncError) if cached == 40 else contextlib.nullcontext():
+            runner.evaluate([row], Selection.build([]), 0)
+        found.append([*events])
+    first, *later = found
+    assert first[:3] == ["ask", "answer", "capture"]
+    assert (later == [["ask", "launch", "answer"]] * 2) != fault

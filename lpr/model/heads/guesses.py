@@ -9,20 +9,21 @@ another next token, at its end: a guess may suffer, never a result.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lpr import native
 from lpr.config import SamplingParams
 from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
+from lpr.core.rows import WORD_BITS
 from lpr.model.adapter import Adapter
 from lpr.model.graph_inputs import packed_inputs
-from lpr.model.heads.at_once import MOST_ENTRIES, guess_at_once
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
 from lpr.model.sampling import in_cpp
@@ -39,6 +40,7 @@ LEAST = 0.4
 FORWARD_MEMORY = 0.1  # weight of the latest time of a forward
 FADING = 0.99  # what is left of that mean when a forward was not worth it: one slow forward is not believed for ever
 LATE = 256  # entries of a slot that may wait while the head rests
+_NONE = 1 << 30  # in place of a guess that is not followed
 NUM_NOISED = 256  # likeliest tokens among which the sampling noise chooses
 
 
@@ -176,20 +178,15 @@ class Guesser:
         for each, state in zip(growing, states, strict=True):
             each.states = [state[-1]]
         active = [each for each in growing if each.chain.params is not None]
-        if active and self._launches_at_once:
+        if active and self._packs:
             self._grow_at_once(active, cache)
         else:
             self._grow(active, cache)
         return [each.best(self.num_guesses) for each in growing]
 
     @property
-    def _launches_at_once(self) -> bool:
-        """True where the host would wait for a GPU at each depth."""
-        return self._packs and num_entries(self.num_guesses) <= MOST_ENTRIES
-
-    @property
     def _packs(self) -> bool:
-        """True on a GPU whose attention takes rows side by side, by one copy of their inputs."""
+        """True on a GPU whose attention takes rows side by side; the host would wait for it at each depth."""
         adapter = self.adapter
         return adapter.device.type == "cuda" and adapter.packed and adapter.packs_bits
 
@@ -224,13 +221,9 @@ class Guesser:
                 each.states = [each.states[0], *state]
 
     def _grow_at_once(self, active: Sequence[_Growing], cache: KVCache) -> None:
-        """The same on a GPU, as deep as the last trees were worth it."""
-        began, depths, width = time.perf_counter(), self._depths, self.num_guesses // FOLLOWED
-        known = [(each.chain.row.slot, each.num_cached, each.chain.params) for each in active]
-        at = [(slot, cached, params) for slot, cached, params in known if params is not None]
-        parts = self.adapter, self.head, self.embed, self.lm_head, cache
-        states = torch.stack([each.states[0] for each in active])
-        found = guess_at_once(at, states, *parts, likeliest, depths, self.num_guesses, width, 2 * LEAST)
+        """The same on a GPU, as deep as the last trees were worth it: the host reads all depths at the end."""
+        began, depths = time.perf_counter(), self._depths
+        found = self._launch(active, cache, depths, self.num_guesses // FOLLOWED)
         ends, self._depths = {id(each): [0] for each in active}, 1
         for depth, (tokens, shares) in enumerate(found):
             for number, each in enumerate(active):
@@ -243,6 +236,71 @@ class Guesser:
             self._count_time(began, depths - 1)
         if self._depths < DEPTH:
             self.forward_ms *= FADING
+
+    def _launch(
+        self, active: Sequence[_Growing], cache: KVCache, depths: int, width: int
+    ) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Per depth the tokens and probabilities after the followed guesses of each chain, as nested lists.
+
+        At each depth the `width` best guesses are followed, which `_follow` finds by the same float64 products; behind
+        what is not followed lists hold what nobody reads.
+        """
+        device, chains, size = self.adapter.device, len(active), width * (depths - 1)
+        assert size <= WORD_BITS, "the ancestors of a guess are one word"
+        selections = self._selections(active, depths, width)
+        states, found = torch.stack([each.states[0] for each in active])[:, None], list[Tensor]()
+        paths = torch.ones(chains, 1, dtype=torch.float64, device=device)
+        bits = torch.zeros(chains, 1, dtype=torch.int64, device=device)
+        if size:
+            nothing, depth_of = [0] * size, np.arange(size) // width
+            known = [(each.chain.row.slot, each.num_cached) for each in active]
+            rows = [Row(slot, cached, nothing, nothing, cached + depth_of, 0) for slot, cached in known]
+            inputs = self._inputs(rows, cache)
+            self.adapter.bind(inputs, cache)
+            mask, first = inputs.blocks[0].tree_mask, inputs.tokens.shape[1] - chains * size
+            assert mask is not None
+            given = states.new_zeros(1, inputs.tokens.shape[1], states.shape[2])
+            of_tokens = inputs.tokens[0, first:].view(chains, size)
+            of_bits = mask.bits[0, first:].view(chains, size, -1)
+            of_given = given[0, first:].view(chains, size, -1)
+        for depth in range(depths):
+            tokens, shares = likeliest(self.lm_head(states.flatten(0, 1)), selections[depth], self.head.vocabulary)
+            tokens, shares = tokens.view(chains, -1), shares.float().view(chains, -1)
+            found += [tokens.to(torch.int32), shares.contiguous().view(torch.int32)]
+            if depth == depths - 1:
+                break
+            count, here = tokens.shape[1], slice(depth * width, (depth + 1) * width)
+            behind = (paths[..., None] * shares.view(chains, paths.shape[1], -1).double()).flatten(1)
+            behind = functional.pad(behind, (0, max(0, width - count)))
+            best, order = behind.sort(dim=1, descending=True, stable=True)
+            order = torch.where(best * self.num_guesses >= 2 * LEAST, order, _NONE)[:, :width].sort(dim=1).values
+            followed, order = order < _NONE, order.clamp_max(count - 1)
+            parents = order // (count // paths.shape[1])
+            paths = torch.where(followed, behind.gather(1, order), 0.0)
+            own = torch.ones_like(parents) << torch.arange(here.start, here.stop, device=device)
+            bits = bits.gather(1, parents) | own
+            of_tokens[:, here], of_bits[:, here, 0] = tokens.gather(1, order), bits
+            of_given[:, here] = states.gather(1, parents[..., None].expand(-1, -1, states.shape[2]))
+            again = replace(inputs, made={}, made_of_masks={}, cache_storages=set(), computed=-1)
+            done = self.head.step(self.embed(inputs.tokens), given, again)
+            states = done[0, first:].view(chains, size, -1)[:, here]
+        words = np.array(torch.cat(found, 1).tolist(), np.int32)  # the one wait
+        ends = np.cumsum([each.shape[1] for each in found])
+        parts = [each.reshape(chains, -1, int(ends[0])) for each in np.split(words, ends[:-1], axis=1)]
+        odds = [each.view(np.float32).tolist() for each in parts[1::2]]
+        return zip([each.tolist() for each in parts[::2]], odds, strict=True)
+
+    def _selections(self, active: Sequence[_Growing], depths: int, width: int) -> list[Selection]:
+        """How tokens are chosen at each depth, behind one end of a chain and then `width`; sent by one copy."""
+        made = []
+        for depth in range(depths):
+            params = [(each.chain.params, [each.num_cached + 1 + depth] * (width if depth else 1)) for each in active]
+            made.append(Selection.build([(p, q) for p, q in params if p]))
+        if not made[0].sampled:
+            return made
+        words = to_device(np.concatenate([each.words.numpy() for each in made]), self.adapter.device)
+        parts = words.split([len(each.words) for each in made])
+        return [replace(each, words=part) for each, part in zip(made, parts, strict=True)]
 
     def _count_time(self, began: float, forwards: int = 1) -> None:
         took = (time.perf_counter() - began) * 1e3 / forwards

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from lpr import DecodeConfig, Engine
 from lpr.core.heads import HeadDraft
 from lpr.engine.options import EngineOptions
-from lpr.model.heads import at_once, guesses
+from lpr.model.heads import guesses
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.loader import Loaded
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
@@ -52,7 +53,7 @@ def run(loaded: Loaded, machine: PretendGpu | None, monkeypatch: pytest.MonkeyPa
 
 
 def at_each_depth(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Guesser, "_launches_at_once", False)
+    patch.setattr(Guesser, "_packs", False)
 
 
 def unknown_ancestors(patch: pytest.MonkeyPatch) -> None:
@@ -63,24 +64,26 @@ def unknown_ancestors(patch: pytest.MonkeyPatch) -> None:
             each.blocks[0].tree_mask.bits.zero_()
         return replace(each, **how)
 
-    patch.setattr(at_once, "replace", mutant)
+    patch.setattr(guesses, "replace", mutant)
 
 
 def noise_of_the_second_depth(patch: pytest.MonkeyPatch) -> None:
-    inner = at_once.selections_of
+    inner = Guesser._selections
 
-    def mutant(ends: Any, depths: int, *how: Any) -> Any:
-        first, second, *_ = inner(ends, depths, *how)
+    def mutant(self: Guesser, active: Any, depths: int, width: int) -> Any:
+        first, second, *_ = inner(self, active, depths, width)
         return [first, *[second] * (depths - 1)]
 
-    patch.setattr(at_once, "selections_of", mutant)
+    patch.setattr(Guesser, "_selections", mutant)
 
 
-def narrow(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(guesses, "guess_at_once", lambda *args: at_once.guess_at_once(*args[:-1], 1e9))
+def all_paths_alike(patch: pytest.MonkeyPatch) -> None:
+    """The device follows others than the host believes."""
+    sort = torch.Tensor.sort
+    patch.setattr(torch.Tensor, "sort", lambda each, *how, **more: sort(each, *how, **(more | {"descending": False})))
 
 
-@pytest.mark.parametrize("fault", [None, at_each_depth, unknown_ancestors, noise_of_the_second_depth, narrow])
+@pytest.mark.parametrize("fault", [None, at_each_depth, unknown_ancestors, noise_of_the_second_depth, all_paths_alike])
 def test_drafts_are_those_of_a_cpu_and_the_host_waits_once(
     fault: Any, loaded: Loaded, plain: list[list[int]], gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
