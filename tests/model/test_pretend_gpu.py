@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import lpr.model.kv_cache
+import lpr.model.moves
 import lpr.model.sampling.sampler
 import lpr.model.sampling.specification
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
@@ -345,7 +345,7 @@ def a_constant_of_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def pageable_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lpr.model.kv_cache, "to_device", lambda array, device: torch.from_numpy(array).to(device))
+    patch.setattr(lpr.model.moves, "to_device", lambda array, device: torch.from_numpy(array).to(device))
 
 
 def results_in_new_memory(patch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ class Guesser:
         late.tokens += chain.tokens
         states, entries = hidden[row.slot], list(chain.entries)
         if entries == list(range(len(entries))):
-            late.states.append(states[: len(entries)])
+            late.states.append(states[: len(entries)].clone())  # the next replay writes over them
         else:
             late.states.append(states.index_select(0, to_device(np.array(entries, np.int64), states.device)))
         return late
@@ -252,9 +252,9 @@ class Guesser:
         paths = torch.ones(chains, 1, dtype=torch.float64, device=device)
         bits = torch.zeros(chains, 1, dtype=torch.int64, device=device)
         if size:
-            nothing, depth_of = [0] * size, np.arange(size) // width
             known = [(each.chain.row.slot, each.num_cached) for each in active]
-            rows = [Row(slot, cached, nothing, nothing, cached + depth_of, 0) for slot, cached in known]
+            unknown, depth_of = ([0] * size, [-1] * size), np.arange(size) // width
+            rows = [Row(slot, cached, *unknown, cached + depth_of, 0) for slot, cached in known]
             inputs = self._inputs(rows, cache)
             self.adapter.bind(inputs, cache)
             mask, first = inputs.blocks[0].tree_mask, inputs.tokens.shape[1] - chains * size

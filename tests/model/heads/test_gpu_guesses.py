@@ -16,6 +16,7 @@ from lpr.engine.options import EngineOptions
 from lpr.model.heads import guesses
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.loader import Loaded
+from lpr.model.step_inputs import Row
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from tests.model.heads.test_heads import PARAMS, PROMPTS, ids, loaded, plain
 
@@ -103,3 +104,13 @@ def test_drafts_are_those_of_a_cpu_and_the_host_waits_once(
         same = (draft.tokens, draft.parents) == (wanted.tokens, wanted.parents)
         are_equal = are_equal and same and draft.steps == pytest.approx(wanted.steps, abs=4) and waits == 1
     assert are_equal == (fault is None)
+
+
+@pytest.mark.parametrize("entries", [[0, 1], [0, 2]])
+def test_states_that_wait_are_copies(entries: list[int]) -> None:
+    """A captured step writes its hidden states to the place of the last one's."""
+    guesser = Guesser.__new__(Guesser)
+    guesser._late, hidden = {}, torch.arange(6.0).view(3, 2)
+    late = guesser._join(Chain(Row.chain(0, 5, [1, 2, 3], 1), entries, [2, 7], None), {0: hidden})
+    hidden.zero_()
+    assert late.states[0].tolist() == [[0.0, 1.0], [2.0 * entries[1], 2.0 * entries[1] + 1]]
