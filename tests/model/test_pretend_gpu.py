@@ -18,14 +18,10 @@ import lpr.model.sampling.specification
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.dist.group import Download
 from lpr.engine.exchange import DesyncError
-from lpr.model import loader
-from lpr.model.fused import decoder_layer
-from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import CudaCapturer
 from lpr.model.graphs import GraphForward
 from lpr.model.host_pages import HostPages
 from lpr.model.kv_cache import KVCache
-from lpr.model.rewrite.merged_linear import PackedLinear
 from lpr.model.runner import SharedWeights, TreeModel
 from lpr.model.sampling.choice import gpu_pick
 from lpr.model.sampling.processors import ROW_BY_ROW, OutputPenalty, Pick, ProcessorPath, Processors
