@@ -64,7 +64,7 @@ def test_no_move_reads_what_an_earlier_one_writes() -> None:
 
 def test_rows_behind_two_gibibytes() -> None:
     """Offsets of 32 bits end there. The pool's memory is never touched elsewhere."""
-    rows = 500_000_000
+    rows = 800_000_000
     pool = torch.empty(2, rows, 1, 3, dtype=torch.int8, device=DEVICE)
     source, target = (
         torch.tensor([rows - 3, rows - 1], device=DEVICE),
