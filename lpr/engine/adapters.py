@@ -96,7 +96,6 @@ class Adapters:
         raise InputError(f"no adapter is named {adapter!r}; loaded: {', '.join(self.names) or 'none'}")
 
     def of_slots(self, running: Collection[Request], rank: int) -> SlotAdapters | None:
-        """The adapters of the slots of a rank."""
         places = self._model.bank.places if self._model is not None else None
         if self._model is None or not places:
             return None

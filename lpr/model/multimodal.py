@@ -54,7 +54,6 @@ def empty_decoder(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def is_text_part(model: PreTrainedModel) -> bool:
-    """True for a model of `text_part`."""
     return getattr(type(model), "is_text_part", False)
 
 

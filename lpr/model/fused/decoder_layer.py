@@ -163,7 +163,6 @@ def _places(sides: Sequence[tuple[Tensor, Tensor]]) -> Places:
 
 
 def cache_places(cache: KVCache, layers: Sequence[int]) -> Places:
-    """The Places of layers in `cache`."""
     return _places([cache.layer_tensors[layer] for layer in layers])
 
 

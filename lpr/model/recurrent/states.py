@@ -264,9 +264,7 @@ class StatesInCache:
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """False."""
         return False
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """False."""
         return False
