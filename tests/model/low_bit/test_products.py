@@ -1,4 +1,4 @@
-"""Products with rounded weights: right at every shape, the same bits at every height and with AVX2 or AVX-512."""
+"""Products with rounded weights: right at every shape, the same bits for any number of rows, AVX2 or AVX-512."""
 
 from __future__ import annotations
 
