@@ -1,4 +1,4 @@
-"""Exact mode on the pretend GPU: products of fixed heights, one kernel for all trees, bits of plain decoding."""
+"""Exact mode on the pretend GPU: products of fixed heights, one kernel, bits of plain decoding."""
 
 from __future__ import annotations
 
