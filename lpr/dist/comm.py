@@ -58,13 +58,14 @@ class Comm:
         """Replicas of the job, lost ones included."""
         return self.membership.num_replicas if self.membership is not None else self.size
 
+    def only_drafts(self, replica: int) -> bool:
+        """True for the number of a replica that only drafts; a replacement's rest is its place (lpr.dist.supervisor)."""
+        return replica % self.num_replicas >= self.num_replicas - self.num_drafting
+
     @property
     def drafting(self) -> list[int]:
-        """The draft-only ranks. A replacement has the role of the rank that it replaces (lpr.dist.supervisor)."""
-        if not self.num_drafting:
-            return []
-        count = self.num_replicas
-        return [rank for rank, each in enumerate(self.replicas) if each % count >= count - self.num_drafting]
+        """The draft-only ranks."""
+        return [rank for rank, each in enumerate(self.replicas) if self.only_drafts(each)] if self.num_drafting else []
 
     @property
     def num_serving(self) -> int:
@@ -179,7 +180,7 @@ class ProcessComm(Comm):
         self._members.check()
 
     def loaded(self) -> None:
-        self._members.loaded()
+        self._members.loaded(serves=self.rank not in self.drafting)
         self._tp_group.limit(self._timeout)
         if self.tp_mesh is not None:
             limit_replica(self.tp_mesh, self._timeout)

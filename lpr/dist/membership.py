@@ -152,15 +152,18 @@ class Membership:
             self._recover(CommError(self._heartbeat.loss))
             self.has_changed = self._is_stale
 
-    def loaded(self) -> None:
-        """Mark the end of loading: from now on waits have the time-out of a step, and losses are detected."""
+    def loaded(self, serves: bool = True) -> None:
+        """Mark the end of loading: from now on waits have the time-out of a step, and losses are detected.
+
+        `serves` as for `Rendezvous.mark_ready`.
+        """
         if self._is_loaded:
             return
         self._is_loaded = True
         self._live_group().limit(self._timeout)
         self._rendezvous.decide(self.epoch, Decision(self.replicas))
         self._heartbeat.watch(self.epoch, self.replicas)
-        self._rendezvous.mark_ready()
+        self._rendezvous.mark_ready(serves)
         self._heartbeat.start()
 
     def stop(self, reason: str | None = None) -> None:
@@ -193,12 +196,16 @@ class Membership:
         self.has_changed = False
         return [before.index(each) if each in before else None for each in self._view]
 
-    def take_in(self, newcomers: Sequence[int]) -> None:
-        """Plan a mesh with `newcomers` appended, on all ranks after the same command; `adopt` follows."""
+    def take_in(self, newcomers: Sequence[int], only_drafts: Callable[[int], bool] = lambda replica: False) -> None:
+        """Plan a mesh with `newcomers` appended, on all ranks after the same command; `adopt` follows.
+
+        Replicas that `only_drafts` names are the last ones: the first replica drives, which one of those cannot.
+        """
         epoch = self.epoch + 1
         # A rank that lost its group before it received the command finds the decision and the missed results.
         self._results.leave(epoch)
         planned = [*self.replicas, *(each for each in newcomers if each not in self.replicas)]
+        planned.sort(key=only_drafts)
         decision = self._rendezvous.decide(epoch, Decision(planned, planned=True))
         self._check_member(decision)
         self._expected = [each for each in decision.replicas if each not in self.replicas]
@@ -223,12 +230,12 @@ class Membership:
             self._old_group.close()
             self._old_group = None
 
-    def await_welcome(self) -> bytes | None:
+    def await_welcome(self, serves: bool = True) -> bytes | None:
         """On a loaded newcomer: wait for its welcome; returns the state of the mesh that it joins, None if it is alone.
 
-        Waits as long as the job lives; raises CommError.
+        One that does not serve is never alone. Waits as long as the job lives; raises CommError.
         """
-        self._rendezvous.mark_ready()
+        self._rendezvous.mark_ready(serves)
         self._heartbeat.start()
         while (epoch := self._rendezvous.welcomed()) is None:
             self._check_heartbeat()

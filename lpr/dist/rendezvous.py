@@ -153,11 +153,16 @@ class Rendezvous:
         if reason := self.dead_reason(self.member.replica):
             raise CommError(f"replica {self.member.replica} takes part no more: {reason}")
 
-    def mark_ready(self) -> None:
-        self.store.set(f"ready/{self.member.key}", "1")
+    def mark_ready(self, serves: bool = True) -> None:
+        """Tell that this member has loaded, and whether it can serve without others (lpr.engine.draft_rank)."""
+        self.store.set(f"ready/{self.member.key}", "serves" if serves else "drafts")
 
     def is_ready(self, member: Member) -> bool:
         return bool(self.store.read(f"ready/{member.key}"))
+
+    def only_drafts(self, member: Member) -> bool:
+        """True for a member that has loaded and cannot serve without others."""
+        return self.store.read(f"ready/{member.key}") == b"drafts"
 
     def decision(self, epoch: int) -> Decision | None:
         """The decision for an epoch; None if there is none yet."""

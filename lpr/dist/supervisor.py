@@ -80,16 +80,17 @@ class Restarts:
 
     def __init__(self, num_places: int) -> None:
         self.due: dict[int, float] = {}  # by place, when it is to be filled
+        self.drafting: set[int] = set()  # places whose replicas only draft, as far as one has loaded
         self._failures = [0] * num_places  # by place, replicas in a row that ended before they had loaded
 
     def plan(self, place: int, *, had_loaded: bool = False, is_refused: bool = False, is_last: bool = False) -> bool:
         """Schedule the restart of a lost replica; False if that is hopeless.
 
-        `is_refused` is true if it refused its input, `is_last` if no replica is left.
+        `is_refused` is true if it refused its input, `is_last` if no replica is left that serves.
         """
         failures = 0 if had_loaded else max(self._failures[place] + 1, HOPELESS if is_refused else 0)
         self._failures[place] = failures
-        if is_last and min(self._failures) >= HOPELESS:
+        if is_last and all(n >= HOPELESS for at, n in enumerate(self._failures) if at not in self.drafting):
             return False
         now = time.monotonic()
         self.due[place] = now + BACKOFF[min(failures, len(BACKOFF) - 1)]
@@ -218,8 +219,9 @@ class Supervisor:
         print(f"lpr: replica {number} was lost (codes {sorted(replica.codes.values())})", file=sys.stderr, flush=True)
         is_refused = BAD_INPUT in replica.codes.values()
         is_planned = self._restarts.plan(
-            replica.place, had_loaded=replica.is_ready, is_refused=is_refused, is_last=not self._replicas
-        )
+            replica.place, had_loaded=replica.is_ready, is_refused=is_refused,
+            is_last=all(each.place in self._restarts.drafting for each in self._replicas.values()),
+        )  # fmt: skip
         if not is_planned or (is_refused and self._epoch < 0):  # the start itself was refused, on all ranks
             self._end(BAD_INPUT if is_refused else 1, STOP_SECONDS, signal.SIGTERM)
 
@@ -228,6 +230,8 @@ class Supervisor:
             if not replica.is_ready:
                 members = self._rendezvous.members([replica.number])
                 replica.is_ready = all(self._rendezvous.is_ready(member) for member in members)
+                if any(self._rendezvous.only_drafts(member) for member in members):
+                    self._restarts.drafting.add(replica.place)
 
     def _end_the_dead(self) -> None:
         """Kill ranks that hang or are declared dead, so that they can be replaced. Loading has no time limit here."""
@@ -258,14 +262,15 @@ class Supervisor:
         is_left = self._epoch >= 0 and any(
             number in self._replicas and self._rendezvous.dead_reason(number) is None for number in self._members
         )
-        if waiting and not is_left:
+        founders = [number for number in waiting if number % self.num_replicas not in self._restarts.drafting]
+        if founders and not is_left:
             from lpr.dist.rendezvous import Decision
 
             if self._epoch < 0:  # the ranks of the start, which never met, may have written there
                 self._rendezvous.decide(0, Decision([]))
             epoch = max(0, self._epoch) + 1
-            if self._rendezvous.decide(epoch, Decision(waiting[:1])).replicas == waiting[:1]:
-                self._rendezvous.welcome(epoch, waiting[0])
+            if self._rendezvous.decide(epoch, Decision(founders[:1])).replicas == founders[:1]:
+                self._rendezvous.welcome(epoch, founders[0])
         elif self._epoch >= 0:
             self._rendezvous.offer(waiting)
 

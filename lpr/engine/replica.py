@@ -415,6 +415,6 @@ class Replica(StepHooks):
     def _take_in(self, newcomers: Sequence[int]) -> None:
         membership = self.comm.membership
         assert membership is not None
-        membership.take_in(newcomers)
+        membership.take_in(newcomers, self.comm.only_drafts)
         self.adopt_mesh()
         membership.meet(handover.state_of(self) if is_driver(self.comm) else b"")

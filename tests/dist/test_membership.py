@@ -21,7 +21,7 @@ from lpr.dist import group, heartbeat, rendezvous
 from lpr.dist.errors import CommError
 from lpr.dist.places import DOOR, rank_environment
 from lpr.dist.rendezvous import Arrival, Decision, Member, Rendezvous
-from lpr.dist.supervisor import BACKOFF, Restarts, process_state
+from lpr.dist.supervisor import BACKOFF, Replica, Restarts, Supervisor, process_state
 from tests.fakes.elastic_world import hash_store
 from tests.fakes.paths import ROOT
 
@@ -219,6 +219,26 @@ def test_a_place_is_not_given_up_while_a_replica_works() -> None:
     assert [restarts.plan(1, is_last=True) for _ in range(3)] == [True, True, False]
     assert Restarts(1).plan(0, had_loaded=True, is_last=True)
     assert not Restarts(1).plan(0, is_refused=True, is_last=True)
+    restarts = Restarts(2)
+    restarts.drafting.add(1)
+    assert [restarts.plan(0, is_last=True) for _ in range(3)] == [True, True, False], "place 1 cannot serve alone"
+
+
+def test_a_replica_that_only_drafts_begins_no_mesh(members: list[Rendezvous]) -> None:
+    supervisor, drafts = Supervisor(["rank"], 2), Rendezvous(members[0].store._store, Member(3))
+    supervisor._rendezvous = members[0]
+    members[0].decide(0, Decision([0, 1]))
+    supervisor._replicas = {2: Replica(2, 0), 3: Replica(3, 1)}
+    for serving, expected in ((False, None), (True, Decision([2]))):
+        if serving:
+            members[2].mark_ready()
+        else:
+            drafts.mark_ready(serves=False)
+        supervisor._note_ready()
+        supervisor._found_or_offer()
+        assert members[0].decision(1) == expected
+    supervisor._found_or_offer()
+    assert members[0].offered() == (3,) and members[2].welcomed() == 1 and drafts.welcomed() is None
 
 
 def test_a_supervisor_leaves_no_rank_behind(tmp_path: Path) -> None:

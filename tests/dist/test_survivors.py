@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams
 from lpr.dist.comm import ProcessComm, is_driver
+from lpr.dist.errors import CommError
 from lpr.dist.rendezvous import Results
 from lpr.model.exact import check
 from tests.fakes.adapters import ATTENTION, merged, write_adapter
@@ -454,6 +455,10 @@ class DraftedJob(JoinedJob):
         assert (engine.replica.drafting is not None) == (number_of(comm) % 3 == 2)
         return engine
 
+    def drive(self, engine: Engine, comm: ProcessComm) -> None:
+        assert engine.replica.drafting is None, "it gives no step times, and has no model to describe"
+        super().drive(engine, comm)
+
 
 @pytest.mark.parametrize(
     "joiners, faults",
@@ -461,6 +466,7 @@ class DraftedJob(JoinedJob):
         ((5,), [(0, 3, 2)]),
         ((3,), [(0, 6, 0)]),
         ((5, 8), [(0, 3, 2), (2, 3, 2)]),
+        ((3,), [(0, 2, 0), (2, 3, 0)]),
     ],
 )
 def test_draft_ranks_are_lost_and_replaced(
@@ -471,7 +477,17 @@ def test_draft_ranks_are_lost_and_replaced(
     Each fault is an epoch, a collective of it and its victim. In some of these runs the last replica comes with the
     command that ends the job, and is not taken in: the others waited for it, and it for a command.
     """
-    job, start = DraftedJob(llama), ElasticWorld(3)
+    job, world = run_drafted(llama, joiners, faults)
+    world.join()
+    assert texts(job) == expected and len(world.died) == len(faults)
+    assert max(job.widths) >= 3
+
+
+def run_drafted(
+    model: PreTrainedModel, joiners: tuple[int, ...], faults: list[tuple[int, int, int]]
+) -> tuple[DraftedJob, ElasticWorld]:
+    """A job of three replicas that has begun; collectives of epoch 0 are counted from the end of its start."""
+    job, start = DraftedJob(model), ElasticWorld(3)
 
     def only_start(comm: ProcessComm) -> None:
         job.engine(comm)
@@ -484,6 +500,23 @@ def test_draft_ranks_are_lost_and_replaced(
     world = job.world = ElasticWorld(3, *at)
     for replica in range(3):
         world.start(replica, job)
+    return job, world
+
+
+def test_a_draft_rank_without_ranks_that_serve_leaves(llama: PreTrainedModel, expected: list[list[int]]) -> None:
+    """Its job is lost as one without replicas is: the first replacement that serves begins anew, a draft rank joins."""
+    job, world = run_drafted(llama, (), [(0, 6, 0), (1, 3, 0)])
+    with pytest.raises(CommError, match="all ranks that hold the model are lost"):
+        world.join()
+    assert list(world.failures) == [2] and len(job.delivered) < len(PROMPTS)
+    world.failures.clear()
+    for replica in (5, 3):
+        world.start(replica, job, joins=True)
+        rendezvous = world.rendezvous(replica)
+        while not rendezvous.is_ready(rendezvous.member):
+            pass
+        assert rendezvous.only_drafts(rendezvous.member) == (replica == 5)
+    world.rendezvous(5).offer([5])
+    world.found(3, 3)
     world.join()
-    assert texts(job) == expected and len(world.died) == len(faults)
-    assert max(job.widths) >= 3
+    assert texts(job) == expected and job.drivers == [0, 1, 3] and job.widths[-1] == 2
