@@ -55,10 +55,18 @@ def await_fact(folder: Path, found: Callable[[dict[str, Any]], bool], after: flo
     raise AssertionError(f"not in {PATIENCE} s: {path.read_text() if path.exists() else 'no log'}")
 
 
+def number_of(pid: int) -> int:
+    """The number of a process among all ranks that its job ever had; -1 of another process."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return -1
+    return next((int(word[5:]) for word in words if word.startswith(b"RANK=")), -1)
+
+
 def place_of(pid: int) -> tuple[int, int]:
     """Replica and rank in it of a process of a job with two ranks to a replica."""
-    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return divmod(next(int(word[5:]) for word in words if word.startswith(b"RANK=")), 2)
+    return divmod(number_of(pid), 2)
 
 
 def check_outputs(folder: Path) -> None:

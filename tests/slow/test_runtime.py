@@ -150,6 +150,7 @@ def test_a_killed_rank_ends_the_job(many: Path, tmp_path: Path) -> None:
         (2, "0.8", ["lpr.generate"], ["--max-batch-size", "4"]),
         (2, "0", ["-m", "lpr.generate"], []),
         (3, "0.8", ["-m", "lpr.generate"], ["--ngram-size", "3"]),
+        (2, "0.8", ["-m", "lpr.generate"], ["--draft-ranks", "1"]),
     ],
 )
 def test_the_same_text_as_one_process(
@@ -164,7 +165,8 @@ def test_the_same_text_as_one_process(
     assert [row["text"] for row in found] == [row["text"] for row in expected]
     assert {row["world_size"] for row in found} == {num_ranks}
     assert len(done.stdout.splitlines()) == 1, "only rank 0 prints"
-    assert json.loads(done.stdout)["payload_bytes_per_step"] > 0
+    report = json.loads(done.stdout)
+    assert report["payload_bytes_per_step"] > 0 and ("copy" in report["sources"]) == ("--draft-ranks" in more)
 
 
 def test_half_of_a_launchers_environment_is_one_line_and_code_2() -> None:
