@@ -59,7 +59,7 @@ class Comm:
         return self.membership.num_replicas if self.membership is not None else self.size
 
     def only_drafts(self, replica: int) -> bool:
-        """True for the number of a replica that only drafts; a replacement's rest is its place (lpr.dist.supervisor)."""
+        """True for the number of a replica that only drafts. A replacement has the role of what it replaces."""
         return replica % self.num_replicas >= self.num_replicas - self.num_drafting
 
     @property
@@ -71,6 +71,11 @@ class Comm:
     def num_serving(self) -> int:
         """Number of ranks that evaluate trees."""
         return self.size - len(self.drafting)
+
+    @property
+    def serves(self) -> bool:
+        """True if this rank evaluates trees."""
+        return self.rank not in self.drafting
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         """Every rank's `payload` (int32 [P], the same P everywhere), as int32 [size * tp_size, P] on the host.
@@ -180,7 +185,7 @@ class ProcessComm(Comm):
         self._members.check()
 
     def loaded(self) -> None:
-        self._members.loaded(serves=self.rank not in self.drafting)
+        self._members.loaded(self.serves)
         self._tp_group.limit(self._timeout)
         if self.tp_mesh is not None:
             limit_replica(self.tp_mesh, self._timeout)

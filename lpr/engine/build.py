@@ -87,7 +87,7 @@ def allocate(
     limits = replace(limits, num_pages=size.num_pages, num_ahead=num_ahead, drafting=comm.drafting)
     limits.num_snapshots = num_snapshots if like.has_states else None
     pages = num_slots, size.num_pages
-    if comm.rank in comm.drafting:  # own pages, with slots for all requests (lpr.engine.draft_rank)
+    if not comm.serves:  # own pages, with slots for all requests (lpr.engine.draft_rank)
         pages = limits.capacity, max(needs.num_pages(), size.max_length // needs.page_size + 1)
     model.allocate(pages[0], size.max_length, num_ahead, like, pages[1], num_snapshots)
     if given is not None:

@@ -72,10 +72,10 @@ class Engine(EngineBase):
         self.driver = Driver(self.replica, self.comm)
         self.model = self.replica.model
         membership = self.comm.membership
-        if membership is not None and membership.is_newcomer:
-            if (state := membership.await_welcome(serves=self.comm.rank not in self.comm.drafting)) is not None:
-                handover.resume(self.replica, state)
-                return
+        state = membership.await_welcome(self.comm.serves) if membership and membership.is_newcomer else None
+        if state is not None:
+            handover.resume(self.replica, state)
+            return
         self._load_at_start()
         if self.replica.start_times.given is not None:
             self.driver.post(Costs(self.replica.start_times.given.to_json(), given=True))

@@ -129,7 +129,7 @@ def common_size(needs: PoolNeeds, comm: Comm) -> PoolSize:
         failure = str(error)
     agree(comm, failure)
     if not is_alone(comm):
-        if comm.rank in comm.drafting:  # it has pages of its own
+        if not comm.serves:  # it has pages of its own
             pages = 2**31 - 1
         pages = int(comm.gather(torch.tensor([pages], dtype=torch.int32)).min())
     return needs.size(pages)

@@ -103,7 +103,7 @@ def prepare(
             _use_head(model, loaded.head, like, setting)
         if comm.num_drafting and (why := why_no_copy(like, comm)) is not None:
             raise InputError(f"draft_ranks={options.draft_ranks}: {why}")
-        if comm.rank in comm.drafting or (options.self_draft != "off" and not comm.num_drafting):
+        if not comm.serves or (options.self_draft != "off" and not comm.num_drafting):
             _use_copy(model, options, like, comm)
         model.sampler.check_part(model.adapter)
         longest_sequence(loaded, decode)
@@ -131,7 +131,7 @@ def prepare(
     agree(comm, failure, facts, replica_facts)
     if comm.membership is not None:
         comm.membership.compare({**facts, **replica_facts})
-    if comm.rank in comm.drafting and loaded.is_ours:
+    if not comm.serves and loaded.is_ours:
         _keep_copy(model)
     return model, like, costs
 

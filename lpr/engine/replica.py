@@ -83,7 +83,7 @@ class Replica(StepHooks):
         self.turns = Turns()
         """The lock of all threads that change this replica or read its requests."""
         self.requests = RequestTable(loaded.tokenizer, loaded.eos_token_ids, self.model.device, self.turns)
-        self.adapters = Adapters(None if comm.rank in comm.drafting else self.model)
+        self.adapters = Adapters(self.model if comm.serves else None)
         self.watch = Watch(self.model)
 
     def check_open(self) -> None:
@@ -366,7 +366,7 @@ class Replica(StepHooks):
         self.max_length, self.memory = built.max_length, built.memory
         self.scheduler = Scheduler(built.limits)
         self._fit_mesh(times)
-        if self.comm.rank in self.comm.drafting:
+        if not self.comm.serves:
             self.drafting = DraftRank(self.model, self.comm)
         else:
             self.model.prepare(sizes.num_recycled, show=is_driver(self.comm))
