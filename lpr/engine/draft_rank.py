@@ -7,6 +7,8 @@ restarts after them. So a late, wrong or missing draft costs time and changes no
 
 The first draft rank follows the copy's choices. The others follow likely second choices, which all ranks know from the
 gather, so that the draft also has continuations where the model's choice differs from the copy's.
+
+Where the ranks of a replica share the weights (`tp`), all of them draft the same, and the first one's clock decides.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from lpr.core import wire
+from lpr.core.digest import digest_of
 from lpr.core.heads import FROM_ROOT, PROBABILITY_STEPS, HeadDraft, block_words, read_ahead
 from lpr.core.passes import size_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm
-from lpr.engine.exchange import Gathered
+from lpr.engine.exchange import Gathered, check_digests
 from lpr.engine.plan import StepPlan
 from lpr.engine.request import Request
 from lpr.model.runner import TreeModel
@@ -75,7 +79,7 @@ class DraftRank:
         assert model.cache is not None
         self.model, self.comm = model, comm
         self._lines = [Line(slot) for slot in range(model.cache.num_slots)]
-        self._free = list(range(model.cache.num_pages))[::-1]
+        self._free = list(range(min(self._of_replica(model.cache.num_pages)[0])))[::-1]
         self._step = self._last_try = 0
         self._kind = (0, 0)
         self._step_ms: dict[tuple[int, int], float] = {}
@@ -126,7 +130,7 @@ class DraftRank:
     def follow(self, plan: StepPlan, gathered: Gathered, concluded: Sequence[Conclusion]) -> None:
         """Keep what the draft ranks have behind the tokens that a step has emitted."""
         others = [rank for rank in range(self.comm.size) if rank not in self.comm.drafting]
-        ms = max([wire.microseconds(gathered.payloads[rank]) for rank in others]) / 1e3
+        ms = max([wire.microseconds(gathered.of_replicas[rank]) for rank in others]) / 1e3
         before = self._step_ms.get(self._kind, ms)
         self._step_ms[self._kind] = before + MEMORY * (min(ms, MOST_SURPRISE * before) - before)
         if not gathered.num_guesses:
@@ -138,6 +142,23 @@ class DraftRank:
                 draft = read_ahead([blocks[rank, index] for rank in self.comm.drafting], each.emitted)
                 line.known = draft or HeadDraft(is_copy=True)
                 line.num_tokens = len(request.tokens)
+
+    # The ranks of this replica.
+
+    def _of_replica(self, *values: int) -> list[tuple[int, ...]]:
+        """Of each value, that of every rank of this replica."""
+        if self.comm.tp_size == 1:
+            return [(each,) for each in values]
+        return [*zip(*self.comm.begin_gather_replica(torch.tensor(values, dtype=torch.int32))().tolist(), strict=True)]
+
+    def _agreed(self, decision: int, *seen: object) -> int:
+        """What the first rank decides; raises DesyncError if the ranks have `seen` something else."""
+        if self.comm.tp_size == 1:
+            return decision
+        decisions, digests = self._of_replica(decision, digest_of(repr(seen)) % 2**31)
+        first = self.comm.rank * self.comm.tp_size
+        check_digests([[each] for each in digests], range(first, first + self.comm.tp_size))
+        return decisions[0]
 
     # Slots and pages.
 
@@ -187,7 +208,7 @@ class DraftRank:
                 room = (until - time.perf_counter()) * 1e3
                 most = min(2 * self._piece, LARGEST_PIECE)
                 count = most if is_fixed or not self._token_ms else int(min(most, room / self._token_ms))
-                count = min(max(count, least), above - num_held)
+                count = self._agreed(min(max(count, least), above - num_held), request.id, num_held)
                 if count < 1:
                     return
                 began = time.perf_counter()
@@ -195,7 +216,7 @@ class DraftRank:
                 self._piece, self._token_ms = max(count, SHORT), (time.perf_counter() - began) * 1e3 / count
                 line.held[num_held:] = request.tokens[num_held : num_held + count]
                 num_held, line.num_right = num_held + count, num_held + count
-                if not is_fixed and time.perf_counter() >= until:
+                if self._agreed(not is_fixed and time.perf_counter() >= until):
                     return
 
     def _ending(self, request: Request, line: Line, running: set[RequestId]) -> Ending | None:
@@ -228,10 +249,12 @@ class DraftRank:
         passes = self.drafter.passes
         for each in active:
             each.look(passes)
+        rows = [each.row() for each in active]
         if passes.is_fixed or self._step - self._last_try >= RETRY:
             self._last_try = self._step
             return True
-        return passes.pass_time(sum([each.row().num_entries for each in active])) <= limit_ms
+        begins = passes.pass_time(sum([row.num_entries for row in rows])) <= limit_ms
+        return bool(self._agreed(begins, [(row.slot, row.num_cached, row.tokens.tolist()) for row in rows]))
 
     def _pass(self, active: Sequence[Ending], began: float, limit: float) -> None:
         cache, passes = self.model.cache, self.drafter.passes
@@ -241,9 +264,11 @@ class DraftRank:
             for each in going:
                 each.look(passes)
             if passes.is_fixed:
-                return passes.worth(num_made, [1.0] * len(going), len(going))
-            took = passes.pass_time(sum([each.row().num_entries for each in going]) or 1) / 1e3
-            return num_made < FEWEST_PASSES or time.perf_counter() + took / 2 <= limit
+                more = passes.worth(num_made, [1.0] * len(going), len(going))
+            else:
+                took = passes.pass_time(sum([each.row().num_entries for each in going]) or 1) / 1e3
+                more = num_made < FEWEST_PASSES or time.perf_counter() + took / 2 <= limit
+            return bool(self._agreed(more, [each.chain for each in active]))
 
         self.drafter.draft(active, cache, pays)
 

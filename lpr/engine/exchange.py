@@ -57,15 +57,20 @@ class Gathered:
                 check_digests([digest for _, digest in sent], [rank for rank, _ in sent])
             raise DesyncError(f"what the ranks have sent in a step does not fit together: {failure}") from failure
 
+    @property
+    def of_replicas(self) -> np.ndarray:
+        """Those of the first rank of each replica, int32 [replicas, words] (rule R6)."""
+        return self.payloads[:: len(self.payloads) // len(self.draft.served)]
+
     def blocks(self) -> np.ndarray:
-        """Each rank's guesses, int32 [ranks, trees, words] (lpr.core.heads)."""
-        return wire.blocks_of(self.payloads, self.draft.capacity, self.width, self.num_guesses)
+        """Each replica's guesses, int32 [replicas, trees, words] (lpr.core.heads)."""
+        return wire.blocks_of(self.of_replicas, self.draft.capacity, self.width, self.num_guesses)
 
     def logprobs(self) -> list[list[TokenLogprobs] | None]:
         """Every node's log-probabilities per tree, once `draft` is concluded; None if no request asks for any."""
         if self.num_logprobs is None:
             return [None] * len(self.draft)
-        draft, payloads = self.draft, self.payloads[:: len(self.payloads) // len(self.draft.served)]
+        draft, payloads = self.draft, self.of_replicas
         tables = wire.tables_of(payloads, draft.capacity, self.width, self.num_guesses)
         found: list[list[TokenLogprobs] | None] = []
         for index, shards in enumerate(draft.shards):

@@ -43,8 +43,6 @@ def set_roles(options: EngineOptions, comm: Comm) -> None:
     if not 0 <= options.draft_ranks < comm.num_replicas and options.draft_ranks:
         lack = f"of the job's {comm.num_replicas} replicas at least one has to hold the model"
         raise InputError(f"draft_ranks={options.draft_ranks}: {lack}")
-    if options.draft_ranks and comm.tp_size > 1:
-        raise InputError(f"draft_ranks={options.draft_ranks}: ranks share the weights (--tp)")
     comm.num_drafting = options.draft_ranks
 
 
@@ -193,7 +191,7 @@ def _use_head(model: TreeModel, head: DraftHead, like: KVCache, setting: Setting
 
 def why_no_copy(like: KVCache, comm: Comm) -> str | None:
     """The reason why a low-bit copy cannot draft on this mesh, the same on all ranks; None if it can."""
-    if comm.tp_size > 1:
+    if comm.tp_size > 1 and not comm.num_drafting:
         return "ranks share its weights (--tp)"
     return "its recurrent layers keep states that a pass would change" if like.has_states else None
 

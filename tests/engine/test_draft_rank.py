@@ -16,6 +16,7 @@ from lpr.config import InputError
 from lpr.core.heads import FROM_ROOT, HeadDraft, read_ahead
 from lpr.engine.draft_rank import DraftRank, Line, along, followed
 from lpr.model.self_draft import SelfDrafter
+from lpr.model.step_inputs import Row
 from tests.engine.test_self_draft import (
     DECODE,
     GREEDY,
@@ -152,9 +153,55 @@ def test_a_job_needs_a_rank_that_holds_the_model(num_ranks: int, num_drafting: i
         drafted(num_ranks, num_drafting)
 
 
-def test_shared_weights_and_states_are_refused() -> None:
-    with pytest.raises(InputError, match="draft_ranks=1: ranks share the weights"):
-        generate_on(4, model_of(), DECODE, PROMPTS, MIXED, tp=2, draft_ranks=1)
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_ranks_that_share_the_weights_of_a_copy_draft_the_same(is_fixed: bool) -> None:
+    rows, every = rows_of_two(is_fixed)
+    assert [ids(each) for each in every] == 4 * [plain_ids(*MIXED)]
+    assert rows[0] == rows[1] and len(rows[0]) > 10
+    assert copied(every[0])[1] > (60 if is_fixed else 0)
+
+
+def rows_of_two(is_fixed: bool) -> tuple[list[list[Any]], list[list[Completion]]]:
+    """The rows of the copy on each of the two ranks that share it, and all ranks' completions.
+
+    The second rank's clock shows other times.
+    """
+    seen: list[list[Any]] = [[], []]
+
+    def watch(engine: Engine) -> None:
+        if is_fixed:
+            fix_copies(engine)
+        drafter = engine.model.self_drafter
+        assert (drafter is not None) == (engine.comm.rank == 1)
+        if drafter is None:
+            return
+        mine, draft, fill = seen[engine.comm.tp_rank], drafter._logits, drafter.fill
+        if engine.comm.tp_rank:
+            drafter.passes.pass_time = lambda num_entries: 1e-3  # type: ignore[method-assign]
+
+        def shown(row: Row) -> tuple[int, int, list[int]]:
+            return row.slot, row.num_cached, row.tokens.tolist()
+
+        def logits(rows: Sequence[Row], *more: Any) -> Any:
+            mine.append([*map(shown, rows)])
+            return draft(rows, *more)
+
+        def filled(row: Row, cache: Any) -> None:
+            mine.append(shown(row))
+            fill(row, cache)
+
+        drafter._logits, drafter.fill = logits, filled  # type: ignore[method-assign]
+
+    return seen, generate_on(4, model_of(), DECODE, PROMPTS, MIXED, watch, tp=2, draft_ranks=1)
+
+
+def test_ranks_that_go_by_their_own_clocks_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftRank, "_agreed", lambda self, decision, *seen: decision)
+    rows, _ = rows_of_two(False)
+    assert rows[0] != rows[1]
+
+
+def test_states_are_refused() -> None:
     sizes = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]}
     with pytest.raises(InputError, match="draft_ranks=1: its recurrent layers"):
         generate_on(2, model_of("bamba", **sizes), DECODE, PROMPTS, MIXED, draft_ranks=1)

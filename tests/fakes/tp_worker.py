@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import lpr.cli.generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.core.passes import Passes
 from lpr.dist.comm import ProcessComm
 from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join, leave
@@ -32,6 +33,8 @@ from lpr.model.attention import native as native_attention
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import Capturer, Program
 from lpr.model.loader import load
+from lpr.model.low_bit.layers import PackedReducedLinear
+from lpr.model.low_bit.products import LowBitLinear
 from lpr.model.parallel import TensorParallel, local_shapes
 from lpr.model.recurrent import split_heads
 from lpr.model.rewrite.compiled_model import refusal
@@ -200,6 +203,28 @@ def head_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     }
 
 
+def copy_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
+    """Ids of a job whose last replica only drafts, by its parts of a low-bit copy."""
+    engine = Engine.from_pretrained(case["model"], DECODE, comm=comm, draft_ranks=1, self_draft=case["form"])
+    drafter = engine.model.self_drafter
+    if drafter is not None and case["fixed"] == "yes":
+        drafter.passes = Passes(fixed=4)
+    if drafter is not None and case["fault"] == "sum":
+        for module in engine.model.model.modules():
+            if isinstance(module, PackedReducedLinear):
+                module.__class__ = LowBitLinear
+    done = engine.generate(PROMPTS * 2, PARAMS)
+    copies = [each.stats.sources["copy"] for each in done if "copy" in each.stats.sources]
+    layer = engine.model.model.get_submodule("model.layers.0")
+    kinds = [type(layer.get_submodule(name)).__name__ for name in ("self_attn.q_proj", "mlp.down_proj")]
+    return {
+        "token_ids": [each.token_ids for each in done],
+        "accepted": sum(each.accepted for each in copies),
+        "steps": sum(each.stats.num_steps for each in done),
+        "kinds": kinds,
+    }
+
+
 class Direct(Capturer):
     """Captures nothing, and runs each program where a GPU would capture it."""
 
@@ -295,6 +320,7 @@ def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: P
                 kinds = {
                     "load": load_only, "exact": exact_case, "ranks": exact_ranks_case, "trees": drafting_case,
                     "compiled": compiled_case, "adapters": adapters_case, "heads": head_case,
+                    "copies": copy_case,
                 }  # fmt: skip
                 results[name] = kinds.get(name.partition("/")[0], run_case)(case, comm)
             except (InputError, DesyncError, CommError) as failure:

@@ -30,6 +30,8 @@ class ThreadWorld:
         self._barrier = threading.Barrier(size, timeout=timeout)
         self._slots: list[torch.Tensor | bytes | None] = [None] * size
         self.announcements: list[queue.SimpleQueue[int | None]] = [queue.SimpleQueue() for _ in range(size)]
+        self.replicas = [ThreadWorld(tp, timeout) for _ in range(size // tp)] if tp > 1 else []
+        """The ranks of each replica."""
         self.timeout = timeout
 
     def comm(self, rank: int) -> ThreadComm:
@@ -50,6 +52,8 @@ class ThreadWorld:
     def abort(self) -> None:
         """Wake every waiting rank with a CommError: called when one of them fails."""
         self._barrier.abort()
+        for replica in self.replicas:
+            replica.abort()
         for waiting in self.announcements:
             waiting.put(None)
 
@@ -81,9 +85,9 @@ class ThreadComm(Comm):
             raise CommError("ranks gathered payloads of different sizes") from failure
 
     def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """As Comm.begin_gather_replica; every rank of the world takes part, as there is one barrier only."""
-        mine = slice(self.rank * self.tp_size, (self.rank + 1) * self.tp_size)
-        return lambda: torch.stack(self.world.exchange(self._world_rank, payload)[mine])  # type: ignore[arg-type]
+        """As Comm.begin_gather_replica, when its result is asked for."""
+        replica = self.world.replicas[self.rank]
+        return lambda: torch.stack(replica.exchange(self.tp_rank, payload))  # type: ignore[arg-type]
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """As Comm.broadcast."""

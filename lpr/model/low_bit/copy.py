@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,9 +23,10 @@ from lpr.model.low_bit.layers import CodedExperts, PackedCodedLinear, coded_modu
 from lpr.model.low_bit.products import FORMS, Form, LowBitPack, round_linear
 from lpr.model.rewrite.base import Setting, carry_out
 from lpr.model.rewrite.merged_linear import GROUPS, Pack, PackedLinear
+from lpr.model.rewrite.sharded_layers import ReducedLinear
 from lpr.model.rewrite.table import FUSED, undo_forwards
 
-_KINDS = (nn.Linear, PackedLinear, PrepackedLinear, PackedCodedLinear)
+_KINDS = (nn.Linear, PackedLinear, PrepackedLinear, PackedCodedLinear, ReducedLinear)
 
 
 class LowBitCopy(nn.Module):
@@ -58,7 +60,8 @@ def why_no_copy_in(model: nn.Module, form: str) -> str | None:
 def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCopy:
     """The copy of `model`, which stays as it is, in `form`; with known layers as few calls, unless not `fuse`.
 
-    `model` may have been accelerated (lpr.model.fused); its weights are unpacked one group at a time.
+    `model` may have been accelerated (lpr.model.fused); its weights are unpacked one group at a time. A rank that has
+    a part of the model gets that part of the copy, with the same collectives; its part of the output head stays.
     """
     if form not in FORMS:
         raise ValueError(f"form {form!r} is none of {', '.join(FORMS)}")
@@ -75,7 +78,7 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
             if _can_round(members):
                 fine = form == "int4" and members[0] is head
                 num_bytes += round_linear(members, "int8" if fine else form).num_bytes
-    if fuse:
+    if fuse and not any(isinstance(each, ReducedLinear) for each in model.modules()):
         setting = Setting(model.device)
         for each in FUSED:
             if each.why_not(twin, setting) is None:
@@ -87,7 +90,8 @@ def _shared(model: nn.Module) -> Iterator[Any]:
     """What the copy has in common with the model: tensors, packed weights and configs."""
     for module in model.modules():
         for each in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
-            if isinstance(each, (torch.Tensor, Pack)) or hasattr(each, "_attn_implementation_internal"):
+            is_shared = isinstance(each, (torch.Tensor, Pack, dist.ProcessGroup))
+            if is_shared or hasattr(each, "_attn_implementation_internal"):
                 yield each
 
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from lpr.model.cpu.products import LaidOut, PrepackedLinear
 from lpr.model.cpu.tiles import can_tile
+from lpr.model.low_bit.layers import PackedReducedLinear
 from lpr.model.low_bit.tiles import GROUP, Int4Tiles, Int8Tiles
+from lpr.model.rewrite.sharded_layers import ReducedLinear
 
 Form = Literal["int8", "int4", "fp8"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -88,15 +90,17 @@ class LowBitLinear(PrepackedLinear):
 def round_linear(members: Sequence[nn.Linear], form: Form) -> LowBitPack:
     """Make `members`, linear layers of the same input, low-bit layers of one pack, and return it.
 
-    They lose their parameter `weight`. A `PackedLinear` or `PrepackedLinear` leaves its own pack.
+    They lose their parameter `weight`. A `PackedLinear` or `PrepackedLinear` leaves its own pack; one that is split
+    along its input still adds its bias to the sum.
     """
+    is_part = isinstance(members[0], ReducedLinear)
     weights = [each.weight.detach() for each in members]
-    biases = [each.bias.detach() for each in members if each.bias is not None]
+    biases = [each.bias.detach() for each in members if each.bias is not None and not is_part]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     bias = (biases[0] if len(biases) == 1 else torch.cat(biases)) if biases else None
     pack = LowBitPack(weight, bias, [len(each) for each in weights], form)
     for place, member in enumerate(members):
         member._parameters.pop("weight", None)
-        member.__class__ = LowBitLinear
+        member.__class__ = PackedReducedLinear if is_part else LowBitLinear
         member.pack, member.place = pack, place  # type: ignore[assignment]
     return pack
