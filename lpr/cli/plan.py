@@ -296,7 +296,7 @@ def show_divided(plan: Plan, console: Console) -> None:
     if names:
         rows = [(name, *(str(best[at][name]) for at in plan.divided)) for name in names]
         console.print(table("ranks that draft with a copy, one sequence, simulated", columns, rows))
-        console.print("--draft-ranks runs the division into tp 1 alone; several copies are counted as one")
+        console.print("--draft-ranks runs divisions with one tp for all; several copies are counted as one")
 
 
 def copies_of(plan: Plan) -> dict[str, int]:

@@ -41,7 +41,8 @@ class EngineOptions:
     one pass or more in each step. Not with --tp and for models with recurrent layers."""
     draft_ranks: int = 0
     """So many replicas of the job, its last ones, hold no more than a low-bit copy of the model, in int8 or the form of
-    `self_draft`, and draft while the others verify. Not with --tp and for models with recurrent layers."""
+    `self_draft`, and draft while the others verify; with --tp each has as many ranks as the others. Not for models with
+    recurrent layers."""
     costs: Path | StepTimes | None = None
     """JSON table of step times that decide tree sizes, instead of measured ones: makes the steps of a run repeatable.
     Rank 0 reads it for all."""
