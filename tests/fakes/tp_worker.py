@@ -215,8 +215,8 @@ def copy_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
                 module.__class__ = LowBitLinear
     done = engine.generate(PROMPTS * 2, PARAMS)
     copies = [each.stats.sources["copy"] for each in done if "copy" in each.stats.sources]
-    layer = engine.model.model.get_submodule("model.layers.0")
-    kinds = [type(layer.get_submodule(name)).__name__ for name in ("self_attn.q_proj", "mlp.down_proj")]
+    names = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"
+    kinds = [type(engine.model.model.get_submodule(name)).__name__ for name in names]
     return {
         "token_ids": [each.token_ids for each in done],
         "accepted": sum(each.accepted for each in copies),

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from lpr import Engine
+from lpr import DecodeConfig, Engine
 from lpr.model import transformers_versions as versions
 from lpr.model.heads.forms import MIMO
 from tests.fakes.adapters import ATTENTION, merged, write_adapter
 from tests.fakes.models import stock_greedy
 from tests.fakes.models_with_heads import checkpoint_with_head
-from tests.fakes.tp_worker import DECODE, FEW, PROMPTS
+from tests.fakes.tp_worker import DECODE, FEW, PARAMS, PROMPTS
 from tests.model.recurrent.test_split_heads import CASES, TWO_GROUPS, model_of
 from tests.model.recurrent.test_split_heads import check as check_recurrent
 from tests.model.test_parallel import (
@@ -220,3 +220,38 @@ def test_ranks_run_a_prediction_head_together(tmp_path: Path) -> None:
             assert not found["has_pace"]
         assert report["heads/fixed"]["guesses"] == guesses and guesses[0]
         assert report["heads/order"]["guesses"] != guesses
+
+
+def test_a_replica_of_two_ranks_only_drafts(
+    models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Beside one of two ranks that serves. Without the sums of its layers, hardly a draft of its copy is right."""
+    cases = {
+        f"copies/{name}/{form}/{fixed}/{fault}": {
+            "model": str(folders[name]), "form": form, "fixed": fixed, "fault": fault
+        }
+        for name, form, fixed, fault in (
+            ("llama", "int8", "yes", ""),
+            ("qwen2", "int8", "no", ""),
+            ("one_kv_head", "int4", "yes", ""),
+            ("llama", "int8", "yes", "sum"),
+        )
+    }  # fmt: skip
+    done = launch(4, {"tp": 2, "cases": cases}, tmp_path)
+    reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(4)]
+    accepted = {}
+    for name in cases:
+        model = models[name.split("/")[1]]
+        engine = Engine.from_model(model, decode=DecodeConfig.autoregressive(max_batch_size=3))
+        expected = [each.token_ids for each in engine.generate(PROMPTS * 2, PARAMS)]
+        errors = [report.get(name, {}).get("error") for report in reports]
+        assert errors == [None] * 4, (name, errors, done.stderr)
+        for rank, found in enumerate(report[name] for report in reports):
+            assert found["token_ids"] == expected, (name, rank)
+            fault = name.endswith("/sum")
+            kinds = ["LowBitLinear", "LowBitLinear" if fault else "PackedReducedLinear", "LowBitHead"]
+            assert found["kinds"] == (["Linear", "ReducedLinear", "VocabularyHead"] if rank < 2 else kinds), name
+        accepted[name] = reports[0][name]["accepted"]
+        assert accepted[name] == reports[3][name]["accepted"]
+    whole, _, _, torn = accepted.values()
+    assert whole > 60 and torn < whole / 2, accepted

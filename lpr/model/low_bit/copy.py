@@ -23,10 +23,10 @@ from lpr.model.low_bit.layers import CodedExperts, PackedCodedLinear, coded_modu
 from lpr.model.low_bit.products import FORMS, Form, LowBitPack, round_linear
 from lpr.model.rewrite.base import Setting, carry_out
 from lpr.model.rewrite.merged_linear import GROUPS, Pack, PackedLinear
-from lpr.model.rewrite.sharded_layers import ReducedLinear
+from lpr.model.rewrite.sharded_layers import ReducedLinear, VocabularyHead
 from lpr.model.rewrite.table import FUSED, undo_forwards
 
-_KINDS = (nn.Linear, PackedLinear, PrepackedLinear, PackedCodedLinear, ReducedLinear)
+_KINDS = (nn.Linear, PackedLinear, PrepackedLinear, PackedCodedLinear, ReducedLinear, VocabularyHead)
 
 
 class LowBitCopy(nn.Module):
@@ -61,7 +61,7 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
     """The copy of `model`, which stays as it is, in `form`; with known layers as few calls, unless not `fuse`.
 
     `model` may have been accelerated (lpr.model.fused); its weights are unpacked one group at a time. A rank that has
-    a part of the model gets that part of the copy, with the same collectives; its part of the output head stays.
+    a part of the model gets that part of the copy, with the same collectives.
     """
     if form not in FORMS:
         raise ValueError(f"form {form!r} is none of {', '.join(FORMS)}")

@@ -16,7 +16,7 @@ from lpr.model.cpu.products import LaidOut, PrepackedLinear
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.low_bit.layers import PackedReducedLinear
 from lpr.model.low_bit.tiles import GROUP, Int4Tiles, Int8Tiles
-from lpr.model.rewrite.sharded_layers import ReducedLinear
+from lpr.model.rewrite.sharded_layers import ReducedLinear, VocabularyHead
 
 Form = Literal["int8", "int4", "fp8"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -87,6 +87,10 @@ class LowBitLinear(PrepackedLinear):
     pack: LowBitPack
 
 
+class LowBitHead(VocabularyHead, LowBitLinear):
+    """A `VocabularyHead`, likewise."""
+
+
 def round_linear(members: Sequence[nn.Linear], form: Form) -> LowBitPack:
     """Make `members`, linear layers of the same input, low-bit layers of one pack, and return it.
 
@@ -94,6 +98,7 @@ def round_linear(members: Sequence[nn.Linear], form: Form) -> LowBitPack:
     along its input still adds its bias to the sum.
     """
     is_part = isinstance(members[0], ReducedLinear)
+    made = LowBitHead if isinstance(members[0], VocabularyHead) else PackedReducedLinear if is_part else LowBitLinear
     weights = [each.weight.detach() for each in members]
     biases = [each.bias.detach() for each in members if each.bias is not None and not is_part]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -101,6 +106,6 @@ def round_linear(members: Sequence[nn.Linear], form: Form) -> LowBitPack:
     pack = LowBitPack(weight, bias, [len(each) for each in weights], form)
     for place, member in enumerate(members):
         member._parameters.pop("weight", None)
-        member.__class__ = PackedReducedLinear if is_part else LowBitLinear
+        member.__class__ = made
         member.pack, member.place = pack, place  # type: ignore[assignment]
     return pack
