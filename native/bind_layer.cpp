@@ -1,6 +1,7 @@
 // Whole decoder layers on tensors that are given by address (lpr.model.cpu.decoder_layer), without the interpreter's lock.
 #include "bindings.h"
 #include "decoder_layer.h"
+#include "draft_passes.h"
 
 namespace lpr {
 
@@ -12,6 +13,14 @@ using Entries = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device
 using Panels = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // Of each layer where keys and values lie.
 using GivenCache = std::tuple<std::vector<uintptr_t>, Strides, std::vector<uintptr_t>, Strides>;
+// What stands around the layers: embeddings, the last norm and the head.
+using GivenEnds = std::tuple<uintptr_t, GivenNorm, GivenWeight>;
+
+using Tables = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using GivenPlace = std::tuple<int64_t, int64_t, int64_t, int64_t, int32_t>;   // slot, page size, cached, most, last token
+using GivenText = std::tuple<nb::object, Tokens, Tokens, Tokens, Numbers>;    // state, emitted, ends, text, its shares
+using GivenChoice = std::tuple<uint64_t, float, int32_t, float, float>;        // of Choice
+using GivenRules = std::tuple<Numbers, Numbers, Numbers, Numbers, double, int64_t>;  // of PassRules
 
 struct LayersInOrder {
   std::vector<LayerParts> layers;
@@ -33,6 +42,26 @@ struct LayersInOrder {
       states.hidden = states.result;
       if (i + 1 == layers.size()) LayerRun(layers[i], states, threads).end(states.added);
     }
+  }
+
+  // Writes the logits of `tokens`, for the outputs of `panels`; `states` lack their hidden states.
+  void run_model(PageReader& reader, const GivenEnds& ends, const int64_t* tokens, LayerStates states, const GivenCache& cache,
+                 uintptr_t logits, const int32_t* panels, int64_t num_panels, int threads) const {
+    const auto& [embeddings, norm, head] = ends;
+    const auto& [weight, epsilon, weighing] = norm;
+    bool is_half = layers[0].is_half;
+    int64_t count = states.num_tokens, width = layers[0].qkv.inputs, bytes = width * (is_half ? 2 : 4);
+    static thread_local Workspace memory;
+    char* hidden = memory.at_least(static_cast<size_t>(count * bytes));
+    for (int64_t i = 0; i < count; i++)
+      std::memcpy(hidden + i * bytes, reinterpret_cast<const char*>(embeddings) + tokens[i] * bytes, static_cast<size_t>(bytes));
+    uintptr_t place = states.hidden = states.result = reinterpret_cast<uintptr_t>(hidden);
+    run(reader, false, states, cache, threads);
+    run_part(Norm{place, 0, weight, place, {count, 1, width}, width, width, epsilon, static_cast<Weighing>(weighing)}, is_half, 1);
+    Product product = weight_of(head).times(place, logits, count, is_half);
+    product.panels = panels;
+    product.num_panels = num_panels;
+    multiply(product, threads);
   }
 };
 #endif
@@ -73,30 +102,63 @@ void bind_layer(nb::module_& m) {
           })
       .def(
           "run_model",
-          [](const LayersInOrder& self, uintptr_t reader, uintptr_t embeddings, const GivenNorm& norm, const GivenWeight& head,
-             uintptr_t cosines, uintptr_t sines, const Entries& entries, const GivenCache& cache, Rule rule, uintptr_t logits,
-             const Panels& panels, int threads) {
+          [](const LayersInOrder& self, uintptr_t reader, const GivenEnds& ends, uintptr_t cosines, uintptr_t sines,
+             const Entries& entries, const GivenCache& cache, Rule rule, uintptr_t logits, const Panels& panels, int threads) {
             self.check(cache);
             nb::gil_scoped_release released;
-            const LayerParts& parts = self.layers[0];
-            int64_t count = static_cast<int64_t>(entries.shape(1)), width = parts.qkv.inputs;
-            int64_t bytes = width * (parts.is_half ? 2 : 4);
-            static thread_local Workspace memory;
-            char* hidden = memory.at_least(static_cast<size_t>(count * bytes));
-            for (int64_t i = 0; i < count; i++)
-              std::memcpy(hidden + i * bytes, reinterpret_cast<const char*>(embeddings) + entries.data()[i] * bytes,
-                          static_cast<size_t>(bytes));
-            uintptr_t place = reinterpret_cast<uintptr_t>(hidden);
-            LayerStates states{place, place, 0, cosines, sines, 1, count, 0, 0, 0, 0, 0, 0, entries.data() + 2 * count,
+            int64_t count = static_cast<int64_t>(entries.shape(1));
+            LayerStates states{0, 0, 0, cosines, sines, 1, count, 0, 0, 0, 0, 0, 0, entries.data() + 2 * count,
                                {rule.first, rule.second}};
-            self.run(*reinterpret_cast<PageReader*>(reader), false, states, cache, threads);
-            auto [weight, epsilon, weighing] = norm;
-            run_part(Norm{place, 0, weight, place, {count, 1, width}, width, width, epsilon, static_cast<Weighing>(weighing)},
-                     parts.is_half, 1);
-            Product product = weight_of(head).times(place, logits, count, parts.is_half);
-            product.panels = panels.data();
-            product.num_panels = static_cast<int64_t>(panels.shape(0));
-            multiply(product, threads);
+            self.run_model(*reinterpret_cast<PageReader*>(reader), ends, entries.data(), states, cache, logits, panels.data(),
+                           static_cast<int64_t>(panels.shape(0)), threads);
+          })
+      .def(
+          "make_passes",
+          [](const LayersInOrder& self, const GivenEnds& ends, const Tables& tables, const GivenPlace& place,
+             const GivenText& text, const GivenChoice& chosen, const GivenRules& given_rules, uintptr_t cosines,
+             uintptr_t sines, const GivenCache& cache, Rule rule, const Panels& given, int threads) {
+            self.check(cache);
+            auto [slot, page_size, num_cached, most, token] = place;
+            Choice choice = std::apply([](auto... each) { return Choice{each...}; }, chosen);
+            PassRules rules = std::apply([](auto... each) { return PassRules{each...}; }, given_rules);
+            int64_t columns = static_cast<int64_t>(tables.shape(1));
+            if (slot < 0 || slot >= static_cast<int64_t>(tables.shape(0))) throw std::invalid_argument("no table of this slot");
+            if (num_cached + most > columns * page_size)
+              throw std::invalid_argument("a sequence is longer than its table");
+            auto [state, emitted, stops, first, shares] = text;
+            PassStart start{state.is_none() ? nullptr : state_of(state), emitted, tables.data() + slot * columns, page_size,
+                            num_cached, most, token, stops, first, shares};
+            std::vector<int32_t> panels(given.data(), given.data() + given.shape(0));
+            nb::gil_scoped_release released;
+            const LayerParts& parts = self.layers[0];
+            PackedWeight head = weight_of(std::get<2>(ends));
+            size_t row_bytes = static_cast<size_t>(head.outputs * (parts.is_half ? 2 : 4)), num_filled = 0;
+            static thread_local Workspace memory;
+            char* logits = memory.at_least(rules.by_entries.size() * row_bytes);
+            auto compute = [&](PageReader& reader, const int32_t* tokens, const std::vector<int64_t>& rows, int64_t offset) {
+              size_t count = rows.size();
+              for (; num_filled < count; num_filled++) {  // with -inf
+                if (parts.is_half) std::fill_n(reinterpret_cast<uint16_t*>(logits + num_filled * row_bytes), head.outputs, 0xff80);
+                else std::fill_n(reinterpret_cast<float*>(logits + num_filled * row_bytes), head.outputs, -INFINITY);
+              }
+              for (size_t i = 1; i < count; i++) {
+                int32_t panel = static_cast<int32_t>(tokens[i] / kPanel);
+                auto at = std::lower_bound(panels.begin(), panels.end(), panel);
+                if (at == panels.end() || *at != panel) panels.insert(at, panel);
+              }
+              std::vector<int64_t> wide(tokens, tokens + count);
+              uintptr_t turned = static_cast<uintptr_t>(offset * parts.dim * (parts.is_half ? 2 : 4));
+              LayerStates states{0, 0, 0, cosines + turned, sines + turned, 1, static_cast<int64_t>(count), 0, 0, 0, 0, 0, 0,
+                                 rows.data(), {rule.first, rule.second}};
+              self.run_model(reader, ends, wide.data(), states, cache, reinterpret_cast<uintptr_t>(logits), panels.data(),
+                             static_cast<int64_t>(panels.size()), threads);
+              return reinterpret_cast<uintptr_t>(logits);
+            };
+            std::vector<MadePass> made = make_passes(std::move(start), rules, choice, head.outputs, parts.is_half, threads, compute);
+            nb::gil_scoped_acquire held;
+            nb::list found;
+            for (MadePass& each : made) found.append(nb::make_tuple(each.text, each.shares, each.tokens, each.odds, each.ms));
+            return found;
           });
 #endif
 }

@@ -143,6 +143,8 @@ class PagedAttention final : public PageReader {
   size_t open_size_ = 0;
 };
 
+std::unique_ptr<PageReader> read_pages(PagedStep step) { return std::make_unique<PagedAttention>(std::move(step)); }
+
 using Entries = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Places = std::vector<std::pair<int64_t, int64_t>>;
 

@@ -78,6 +78,13 @@ void draft_rows(uintptr_t address, int64_t size, int64_t stride, bool is_half, c
   });
 }
 
+void draft_likely(uintptr_t logits, int64_t size, bool is_half, const Choice& choice, uint32_t key, int64_t count,
+                  int64_t* tokens, float* odds) {
+  static thread_local Scores scores;
+  draft_row({logits, size, size, is_half}, 0, {choice.temperature, choice.top_p, choice.min_p, key, choice.top_k, 0}, count,
+            scores, tokens, odds);
+}
+
 void bind_sampling(nb::module_& m) {
   m.def("choose_rows", &choose_rows, "address"_a, "size"_a, "stride"_a, "is_half"_a, "temperature"_a, "keys"_a,
         "top_k"_a, "top_p"_a, "min_p"_a, "first_token"_a, "threads"_a, "chosen"_a,

@@ -38,6 +38,8 @@ struct BoundState : SequenceState {
   }
 };
 
+const SequenceState* state_of(nb::handle state) { return nb::cast<BoundState*>(state); }
+
 // A step's draft, the Python objects of its states, which must live as long, and its arrays for Python.
 struct BoundDraft : StepDraft {
   nb::list listed, rows;

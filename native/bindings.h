@@ -37,6 +37,9 @@ nb::object owned_array(std::vector<T>&& values, std::initializer_list<size_t> sh
   return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<N>>(kept->data(), shape, owner));
 }
 
+// The state in its Python object (bind_step.cpp).
+const SequenceState* state_of(nb::handle state);
+
 void bind_drafting(nb::module_& m);
 void bind_step(nb::module_& m);
 void bind_chains(nb::module_& m);

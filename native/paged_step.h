@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <stdexcept>
 #include <vector>
 
@@ -96,6 +97,9 @@ struct PageReader {
   virtual ~PageReader() = default;
   virtual void attend(const LayerCall& call, bool exact) = 0;
 };
+
+// Reads the pages of `step`.
+std::unique_ptr<PageReader> read_pages(PagedStep step);
 
 // Exact attention of a step (lpr.model.exact), compiled where no multiplication is fused with an addition.
 void attend_exactly(const PagedStep& step, const LayerCall& call);

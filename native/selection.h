@@ -33,6 +33,11 @@ struct Choice {
   float top_p, min_p;
 };
 
+// What a copy drafts by one row of logits (sampling.h, which is compiled apart): tokens [count], its choice first, and
+// their odds.
+void draft_likely(uintptr_t logits, int64_t size, bool is_half, const Choice& choice, uint32_t key, int64_t count,
+                  int64_t* tokens, float* odds);
+
 struct Positions {
   const int32_t* begin;
   size_t count;

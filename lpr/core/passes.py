@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, frexp
+from math import exp, frexp, inf
 
 from lpr.core.step_times import StepTimes
 
@@ -50,6 +50,10 @@ class Agreement:
         """The estimate for a proposal of such a share."""
         octave = octave_of(share)
         return self.right[octave] / self.tried[octave]
+
+    def estimates(self) -> list[float]:
+        """Those of all octaves."""
+        return [right / tried for right, tried in zip(self.right, self.tried, strict=True)]
 
     def count(self, shares: Sequence[float], proposed: Sequence[int], chosen: Sequence[int]) -> None:
         """Count a chain of proposals, behind which these tokens were chosen: up to the first wrong one."""
@@ -147,13 +151,35 @@ class Passes:
         if num_made >= MOST_PASSES or self._fixed is not None:
             return self._fixed is not None and num_made < min(self._fixed, MOST_PASSES)
         count = len(gains)
-        tokens, ms = self._rate(count)
-        if num_made < self._fewest or not self._pass_ms or not ms:
+        if num_made < self._fewest or not self._pass_ms or not self._rate(count)[1]:
             return True
+        took = self.pass_time(num_entries) + self._longer_ms(num_made, count)
+        return sum(gains) > self._price(count) * took
+
+    def rules(self, most_entries: int) -> tuple[list[float], list[float], list[float], list[float], float]:
+        """The same for one draft, as numbers: what a gain must exceed, by `num_made` and, besides, by the entries.
+
+        Then how often the copy and the text were right, by octaves, and LEAST_TEXT.
+        """
+        estimates = self.copy.estimates(), self.text.estimates(), LEAST_TEXT
+        if self._fixed is not None:
+            return [-inf] * min(self._fixed, MOST_PASSES), [0.0] * most_entries, *estimates
+        if not self._pass_ms or not self._rate(1)[1]:
+            return [-inf] * MOST_PASSES, [0.0] * most_entries, *estimates
+        price = self._price(1)
+        by_made = [price * self._longer_ms(made, 1) for made in range(MOST_PASSES)]
+        by_made[: self._fewest] = [-inf] * self._fewest
+        return by_made, [price * self.pass_time(1 + text) for text in range(most_entries)], *estimates
+
+    def _price(self, count: int) -> float:
+        """What a millisecond must bring: tokens of late, if all drafts are right."""
+        tokens, ms = self._rate(count)
+        return tokens / (ms * self.copy.mean)
+
+    def _longer_ms(self, num_made: int, count: int) -> float:
+        """By how much the coming step takes longer for the tokens of one more pass."""
         entries = count * (num_made + 1)
-        more_ms = self.step_time(entries + count, count) - self.step_time(entries, count)
-        took = self.pass_time(num_entries) + more_ms
-        return self.copy.mean * sum(gains) * ms > tokens * took
+        return self.step_time(entries + count, count) - self.step_time(entries, count)
 
     def count_pass(self, num_entries: int, ms: float) -> None:
         """Count a pass of so many tokens that took `ms` milliseconds."""

@@ -88,13 +88,8 @@ def ending_of(request: Request, row: Row, followed: Followed, emitted: list[int]
     processors = pure(request.processors)
     tokens = [*request.tokens, *emitted] if processors is not None else []
     num_cached = row.num_cached + len(followed.entries)
-    state = request.running
-
-    def continuation(chain: Sequence[int], count: int) -> tuple[Sequence[int], Sequence[float]]:
-        return state.continuation([*emitted, *chain], count)
-
     known = row.slot, num_cached, followed.bonus, request.params, most, ends, processors, tokens
-    return Ending(*known, continuation)
+    return Ending(*known, request.running, emitted)
 
 
 def begin_passes(model: TreeModel, batch: Sequence[Request], times: StepTimes | None) -> None:

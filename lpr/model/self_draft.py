@@ -28,16 +28,14 @@ from lpr.core.passes import Passes
 from lpr.model.adapter import Adapter
 from lpr.model.heads.guesses import likeliest
 from lpr.model.kv_cache import KVCache
-from lpr.model.low_bit.direct import Direct
+from lpr.model.low_bit.direct import LONGEST, Direct
 from lpr.model.sampling import in_cpp
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.grammar import Grammar
 from lpr.model.sampling.processors import Processors, is_row_by_row
-from lpr.model.sampling.selection import Selection
+from lpr.model.sampling.selection import Selection, choice_of
 from lpr.model.step_inputs import Row
 
-LONGEST = 16
-"""Most tokens of a draft."""
 LONGEST_STEP = 128
 """Tokens of a step at most: more have come to another request in the slot."""
 LONGEST_TEXT = 7
@@ -55,12 +53,6 @@ NUM_TIMED = 8
 NUM_GUESSES = LONGEST * (1 + SIBLINGS)
 NUM_ROWS = LONGEST + LONGEST_TEXT
 """Rows of the cache that passes write behind a sequence."""
-Continue = Callable[[Sequence[int], int], tuple[Sequence[int], Sequence[float]]]
-
-
-def no_text(tokens: Sequence[int], count: int) -> tuple[Sequence[int], Sequence[float]]:
-    """The continuation of no text."""
-    return (), ()
 
 
 @dataclass
@@ -80,8 +72,10 @@ class Ending:
     processors: Processors | None = None
     tokens: Sequence[int] = ()
     """The sequence, if there are processors."""
-    continuation: Continue = no_text
-    """What the text has behind the sequence and some tokens, and the share of each (Drafter.continuation)."""
+    state: native.SequenceState | None = None
+    """Has the text behind the sequence (SequenceState.continuation)."""
+    emitted: Sequence[int] = ()
+    """Tokens of the sequence that the state does not have yet."""
     draft: HeadDraft = field(default_factory=lambda: HeadDraft(is_copy=True))
     chain: list[int] = field(default_factory=list)
     """The copy's choices."""
@@ -113,8 +107,8 @@ class Ending:
     def look(self, passes: Passes) -> None:
         """Find what the next pass evaluates besides the last token of the chain."""
         room = min(self.most, LONGEST) - len(self.chain) - 1
-        limit = min(LONGEST_TEXT, room) if self.processors is None else 0
-        text, shares = self.continuation(self.chain, limit) if limit > 0 else no_text((), 0)
+        limit = min(LONGEST_TEXT, room) if self.processors is None and self.state is not None else 0
+        text, shares = self.state.continuation([*self.emitted, *self.chain], limit) if limit > 0 else ([], [])
         count, path = passes.likely_text(shares)
         self.text, self.text_shares = list(text[:count]), list(shares[:count])
         if not self.chain:
@@ -248,6 +242,9 @@ class SelfDrafter:
         self, endings: Sequence[Ending], cache: KVCache, pays: Callable[[Sequence[Ending], int], bool] | None = None
     ) -> None:
         """Let drafts follow `endings`, by a pass and further ones while they pay, after so many passes."""
+        if self.direct is not None and len(endings) == 1 and pays is None and endings[0].processors is None:
+            self._draft_alone(self.direct, endings[0], cache)
+            return
         active, num_made = list(endings), 0
         while active:
             began = time.perf_counter()
@@ -261,20 +258,46 @@ class SelfDrafter:
             for each, row in zip(active, rows, strict=True):
                 mine = slice(start, start + row.num_results)
                 start += row.num_results
-                self.passes.text.count(each.text_shares, each.text, chosen[mine])
-                if not each.take(chosen[mine], tokens[mine], odds[mine]):
-                    cache.clear_entries(row)  # no row of a page may hold NaN
-                    continue
-                each.before = []
-                if each.is_open:
+                if self._take(each, chosen[mine], tokens[mine], odds[mine], cache):
                     going.append(each)
-            num_made, num_entries = num_made + 1, sum([row.num_entries for row in rows])
-            self.passes.count_pass(num_entries, (time.perf_counter() - began) * 1e3)
-            took = self.passes.pass_time(num_entries)
-            self.spent_ms += took
-            for each in active:
-                each.ms += took / len(active)
+            num_made += 1
+            self._count(active, sum([row.num_entries for row in rows]), (time.perf_counter() - began) * 1e3)
             active = going if (pays or self._pays)(going, num_made) else []
+
+    def _draft_alone(self, direct: Direct, each: Ending, cache: KVCache) -> None:
+        """Draft behind one sequence, by one call for all passes."""
+        began = time.perf_counter()
+        self._expect(each.text)
+        most = min(each.most, LONGEST)
+        text = each.state, [*each.emitted], [*each.ends], each.text, each.text_shares
+        rules = *self.passes.rules(1 + LONGEST_TEXT), NUM_LIKELY
+        made = direct.make_passes(cache, (each.slot, each.num_cached, most, each.token), text, choice_of(each.params), rules)
+        took = (time.perf_counter() - began) * 1e3
+        within = sum([ms for *_, ms in made])
+        for known, shares, tokens, odds, ms in made:
+            each.text, each.text_shares = known, shares
+            self._expect(known)
+            self._take(each, [first for first, *_ in tokens], tokens, odds, cache)
+            self._count([each], 1 + len(known), ms * took / within)
+
+    def _take(
+        self, each: Ending, chosen: list[int], tokens: list[list[int]], odds: list[list[float]], cache: KVCache
+    ) -> bool:
+        """Let a draft take the choices of a pass; False if no further one may follow."""
+        row = each.row()
+        self.passes.text.count(each.text_shares, each.text, chosen)
+        if not each.take(chosen, tokens, odds):
+            cache.clear_entries(row)  # no row of a page may hold NaN
+            return False
+        each.before = []
+        return each.is_open
+
+    def _count(self, active: Sequence[Ending], num_entries: int, ms: float) -> None:
+        self.passes.count_pass(num_entries, ms)
+        took = self.passes.pass_time(num_entries)
+        self.spent_ms += took
+        for each in active:
+            each.ms += took / len(active)
 
     def _logits(self, rows: Sequence[Row], cache: KVCache, of_all: bool = True) -> Tensor:
         """The copy's logits [results, V] after the last entries of each row, of which results are wanted.

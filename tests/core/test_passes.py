@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
 import pytest
 
 from lpr.core.constants import KNOTS
@@ -130,6 +133,22 @@ def test_without_step_times_a_pass_goes_by_the_last_step() -> None:
         passes.count_tokens(1, 0.0, True, 2, 23.0)
     assert made(passes) >= 3 and made(passes, right=0.2) == 1
     assert passes.step_time(9, 1) == 17.0
+
+
+@pytest.mark.parametrize("made_so", [{}, {"fewest": 2}, {"fixed": 3}, {"fixed": 0}, {"first_ms": None}])
+def test_the_rules_of_one_draft_are_those_of_each_pass(made_so: dict[str, Any]) -> None:
+    passes = Passes(**{"first_ms": 6.0, **made_so})
+    passes.begin_step(TIMES, 100)
+    if made_so.get("first_ms", 6.0):
+        for _ in range(30):
+            passes.count_pass(3, 9.0)
+            passes.count_tokens(1, 0.0, True, 3, 40.0)
+    passes.copy.count([0.9] * 3, [5, 6, 7], [5, 6, 8])
+    by_made, by_entries, copied, text, _ = passes.rules(8)
+    for made, entries, gain in product(range(MOST_PASSES), range(1, 9), (0.01, 0.2, 0.4, 0.6, 0.8, 1.0)):
+        pays = made < len(by_made) and gain > by_made[made] + by_entries[entries - 1]
+        assert pays == passes.worth(made, [gain], entries)
+    assert copied == [passes.copy.of(1 - 1 / (1 + 0.75 * 2**octave)) for octave in range(16)] != text
 
 
 def test_agreement_follows_what_was_right() -> None:

@@ -109,6 +109,47 @@ def test_a_pass_that_reads_half_of_the_head_drafts_what_the_text_has_beyond_it(m
     assert accepted[0] > 1.2 * accepted[1] > 0
 
 
+@pytest.mark.parametrize("by_gain", [False, True])
+def test_passes_in_one_call_draft_as_one_after_the_other(by_gain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of them, with the same guesses; by limits of the choice, text, ends and lengths."""
+    engine = drafting(replace(DECODE, max_batch_size=1))
+    drafter, draft, found = engine.model.self_drafter, SelfDrafter.draft, list[Ending]()
+    assert drafter is not None
+    if drafter.direct is None:
+        pytest.skip("no extension")
+    if by_gain:
+        drafter.passes = Passes(fewest=1, first_ms=1.0)
+        monkeypatch.setattr(Passes, "_price", lambda self, count: 1.0)
+        monkeypatch.setattr(Passes, "pass_time", lambda self, num_entries: 0.6 + 0.02 * num_entries)
+        monkeypatch.setattr(Passes, "_longer_ms", lambda self, num_made, count: 0.01 * num_made)
+
+    def both(self: SelfDrafter, endings: Sequence[Ending], *cache: KVCache) -> None:
+        (mine,) = endings
+        twin, passes = copy.copy(mine), self.passes
+        twin.chain, twin.shares, twin.draft, self.passes = [], [], copy.deepcopy(mine.draft), copy.deepcopy(passes)
+        draft(self, [twin], *cache, self._pays)  # which leaves the path of one call
+        self.passes, expected = passes, entries[:]
+        entries.clear()
+        draft(self, endings, *cache)
+        assert mine.chain == twin.chain and mine.draft == twin.draft and mine.shares == twin.shares
+        assert entries == expected
+        entries.clear()
+        found.append(mine)
+
+    def count(self: Passes, num_entries: int, ms: float) -> None:
+        entries.append(num_entries)
+        count_pass(self, num_entries, ms)
+
+    entries, count_pass = list[int](), Passes.count_pass
+    monkeypatch.setattr(Passes, "count_pass", count)
+    monkeypatch.setattr(SelfDrafter, "draft", both)
+    text = plain().generate(PROMPTS[:1], SAMPLED[0])[0].token_ids
+    for more in ({}, {"top_k": 5, "top_p": 0.9}, {"temperature": 0.0}, {"stop_token_ids": (text[17],)}):
+        params = [replace(each, **more) for each in SAMPLED[:2]]
+        assert ids(engine.generate(PROMPTS[:2], params)) == ids(plain().generate(PROMPTS[:2], params))
+    assert len(found) > 20 and len({len(each.chain) for each in found}) > 3 and any(each.text for each in found)
+
+
 def test_sampling_agrees_as_much_as_greedy_decoding() -> None:
     for params in (GREEDY, [replace(each, temperature=1.3, top_k=20, top_p=0.95) for each in SAMPLED]):
         done = drafting().generate(PROMPTS, params)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lpr.core.noise_keys import Choice
 from lpr.model.attention.layer_rules import LayerRule
 from lpr.model.cpu.tiles import PANEL
 from lpr.model.fused.decoder_layer import DecoderLayer, Run, cache_places
@@ -26,8 +27,17 @@ from lpr.model.threads import team_size
 
 LEAST_PANELS = 512
 """Panels of the output head of which a pass reads all: where there are more, the head is a good part of a pass."""
+LONGEST = 16
+"""Most tokens of a draft."""
 REMEMBERED = 8192
 """Tokens of the other half during which the panel of one of them is read."""
+
+
+PassRules = tuple[list[float], list[float], list[float], list[float], float, int]
+"""What decides on a further pass (lpr.core.passes.Passes.rules), and the number of likely tokens that are looked at."""
+MadePass = tuple[list[int], list[float], list[list[int]], list[list[float]], float]
+"""The text that a pass has evaluated and its shares; of each entry likely tokens, first the choice, and their odds;
+milliseconds."""
 
 
 class LikelyTokens:
@@ -112,15 +122,39 @@ class Direct:
         places = [(0, end - row.num_entries) for end, row in zip(ends, rows, strict=True)]
         pages = cache.read_pages(rows, places, team_size())
         entries = pages.lay_out(1, ends[-1], cache.num_rows - 1)
-        positions = torch.from_numpy(entries[1])
-        cosines, sines = (each.contiguous() for each in self.rotary(self.embeddings, position_ids=positions))
         shape = ends[-1], self.head.num_outputs
         is_whole = len(panels) == len(self.likely.all)
         logits = self.embeddings.new_empty(shape) if is_whole else self.embeddings.new_full(shape, -torch.inf)
-        norm = self.norm.weight.data_ptr(), self.norm.epsilon, self.norm.weighing
+        turned = self._turned(torch.from_numpy(entries[1]))
         self.run.call.run_model(
-            pages.reader, self.embeddings.data_ptr(), norm, self.head.address(self.bias),
-            cosines.data_ptr(), sines.data_ptr(), entries[:, 0], cache_places(cache, self.run.layers),
-            (self.rule.window or 0, self.rule.chunk or 0), logits.data_ptr(), panels, team_size(),
+            pages.reader, self._ends(), *(each.data_ptr() for each in turned), entries[:, 0], *self._cache(cache),
+            logits.data_ptr(), panels, team_size(),
         )  # fmt: skip
         return logits
+
+    def make_passes(
+        self, cache: KVCache, place: tuple[int, int, int, int], text: tuple[Any, ...], choice: Choice, rules: PassRules
+    ) -> list[MadePass]:
+        """What passes draft behind a sequence, one after the other while they pay (native/draft_passes.h).
+
+        `place` is its slot, the tokens in the cache, the most that may follow, and the last token; `text` its state,
+        the tokens since, those that end it, and the text of the first pass with its shares.
+        """
+        slot, num_cached, *rest = place
+        count = LONGEST + len(rules[1])
+        turned = self._turned(torch.arange(num_cached, num_cached + count)[None])
+        found: list[MadePass] = self.run.call.make_passes(
+            self._ends(), cache.tables, (slot, cache.page_size, num_cached, *rest), text, choice, rules,
+            *(each.data_ptr() for each in turned), *self._cache(cache), self.likely.panels, team_size(),
+        )  # fmt: skip
+        return found
+
+    def _turned(self, positions: Tensor) -> list[Tensor]:
+        return [each.contiguous() for each in self.rotary(self.embeddings, position_ids=positions)]
+
+    def _ends(self) -> tuple[Any, ...]:
+        norm = self.norm.weight.data_ptr(), self.norm.epsilon, self.norm.weighing
+        return self.embeddings.data_ptr(), norm, self.head.address(self.bias)
+
+    def _cache(self, cache: KVCache) -> tuple[Any, ...]:
+        return cache_places(cache, self.run.layers), (self.rule.window or 0, self.rule.chunk or 0)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lpr.config import SamplingParams
-from lpr.core.noise_keys import MASK32
+from lpr.core.noise_keys import MASK32, Choice
 from lpr.model.sampling.processors import ProcessorPath
 from lpr.model.transfer import to_device
 from lpr.native import selection_words
@@ -20,6 +20,12 @@ COLDEST = 1e-30
 """Lower bound of temperatures: at it, scores differ by far more than any noise, and none overflows."""
 TOP_K = 64
 """The largest top-k of vocab-parallel sampling (lpr.model.sampling.parts)."""
+
+
+def choice_of(params: SamplingParams) -> Choice:
+    """The parameters of a choice as its words have them; a top_k beyond any vocabulary is no limit either way."""
+    temperature = max(params.temperature, COLDEST) if params.temperature else 0.0
+    return params.seed & _MASK64, temperature, min(params.top_k, 2**31 - 1), params.top_p, params.min_p
 
 
 @dataclass(eq=False)
@@ -45,17 +51,7 @@ class Selection:
         """`requests` holds, per sequence in order, its parameters and the positions of the tokens to be chosen."""
         if not any([params.temperature > 0 for params, _ in requests]):
             return cls(torch.empty(0, dtype=torch.int32), 0, 0, sampled=False, filtered=False)
-        # Clamped to int32: a top_k above the vocabulary size is no limit.
-        choices = [
-            (
-                each.seed & _MASK64,
-                max(each.temperature, COLDEST) if each.temperature else 0.0,
-                min(each.top_k, 2**31 - 1),
-                each.top_p,
-                each.min_p,
-            )
-            for each, _ in requests
-        ]
+        choices = [choice_of(params) for params, _ in requests]
         positions = [np.ascontiguousarray(each, np.int32) for _, each in requests]
         words = selection_words(choices, positions)
         count = sum(map(len, positions))
