@@ -268,10 +268,10 @@ class SelfDrafter:
         """Draft behind one sequence, by one call for all passes."""
         began = time.perf_counter()
         self._expect(each.text)
-        most = min(each.most, LONGEST)
+        place = each.slot, each.num_cached, min(each.most, LONGEST), each.token
         text = each.state, [*each.emitted], [*each.ends], each.text, each.text_shares
         rules = *self.passes.rules(1 + LONGEST_TEXT), NUM_LIKELY
-        made = direct.make_passes(cache, (each.slot, each.num_cached, most, each.token), text, choice_of(each.params), rules)
+        made = direct.make_passes(cache, place, text, choice_of(each.params), rules)
         took = (time.perf_counter() - began) * 1e3
         within = sum([ms for *_, ms in made])
         for known, shares, tokens, odds, ms in made:
