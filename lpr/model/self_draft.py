@@ -107,8 +107,9 @@ class Ending:
     def look(self, passes: Passes) -> None:
         """Find what the next pass evaluates besides the last token of the chain."""
         room = min(self.most, LONGEST) - len(self.chain) - 1
-        limit = min(LONGEST_TEXT, room) if self.processors is None and self.state is not None else 0
-        text, shares = self.state.continuation([*self.emitted, *self.chain], limit) if limit > 0 else ([], [])
+        limit = min(LONGEST_TEXT, room) if self.processors is None else 0
+        state = self.state if limit > 0 else None
+        text, shares = state.continuation([*self.emitted, *self.chain], limit) if state is not None else ([], [])
         count, path = passes.likely_text(shares)
         self.text, self.text_shares = list(text[:count]), list(shares[:count])
         if not self.chain:
