@@ -3,7 +3,7 @@
 //
 // Codes are widened to floats in registers and rows stay floats, so a product differs from that of the widened weights by
 // the order of its additions alone: a checkpoint is the model, and no rounding is added to its own. A row has the same
-// bits at every height and on every processor.
+// bits for every number of rows and on every processor.
 #pragma once
 
 #include "products.h"

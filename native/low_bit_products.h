@@ -2,7 +2,7 @@
 //
 // Rows are rounded to 16 bits, with a scale for each 512 inputs, so what is lost is the weights' rounding alone. One
 // instruction then multiplies pairs of 16 bits and adds them to 32-bit sums, exactly: a step of a few rows takes as long
-// as reading the weights does, and a row has the same bits at every height and on every processor. Of 512 inputs a sum
+// as reading the weights does, and a row has the same bits for every number of rows and on every processor. Of 512 inputs a sum
 // stays below 512 * 32767 * 127 < 2^31.
 #pragma once
 

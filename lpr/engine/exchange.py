@@ -21,7 +21,7 @@ from lpr.core import wire
 from lpr.core.budgets import Budgets
 from lpr.core.heads import block_words
 from lpr.dist.comm import Comm
-from lpr.model.exact.check import Heights
+from lpr.model.exact.check import GemmRows
 from lpr.model.input_builder import Row
 from lpr.model.transfer import copy_over, to_device
 from lpr.native import Conclusion, StepDraft
@@ -199,21 +199,21 @@ def check_replica(comm: Comm, rows: Sequence[Row]) -> Callable[[], None]:
     return lambda: check_digests(answers().tolist(), range(first, first + comm.tp_size))
 
 
-def common_heights(comm: Comm, heights: Heights | str) -> Heights | str:
-    """The heights that are exact on every rank of this replica; its shards may need different ones.
+def common_gemm_rows(comm: Comm, gemm_rows: GemmRows | str) -> GemmRows | str:
+    """The numbers of rows that are exact on every rank of this replica; its shards may need different ones.
 
-    If a rank has no such heights, all ranks return the reason as a string.
+    If a rank has no such numbers, all ranks return the reason as a string.
     """
     found = [0, 0, 0, 0]
-    if not isinstance(heights, str):
-        found = [-heights.most, heights.fewest, heights.multiple, heights.head_multiple]
+    if not isinstance(gemm_rows, str):
+        found = [-gemm_rows.most, gemm_rows.fewest, gemm_rows.multiple, gemm_rows.head_multiple]
     everybody = comm.begin_gather_replica(torch.tensor(found, dtype=torch.int32))()
-    if isinstance(heights, str):
-        return heights
+    if isinstance(gemm_rows, str):
+        return gemm_rows
     most, fewest, multiple, head_multiple = everybody.amax(0).tolist()
     if not everybody.all() or fewest > -most:
         return "of another rank's shard"
-    return replace(heights, fewest=fewest, most=-most, multiple=multiple, head_multiple=head_multiple)
+    return replace(gemm_rows, fewest=fewest, most=-most, multiple=multiple, head_multiple=head_multiple)
 
 
 def worst_of_replica(comm: Comm, outcome: int) -> int:

@@ -16,7 +16,7 @@ from lpr.config import DecodeConfig, InputError, first_line
 from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
-from lpr.engine.exchange import check_replica, common_heights, worst_of_replica
+from lpr.engine.exchange import check_replica, common_gemm_rows, worst_of_replica
 from lpr.engine.options import EngineOptions, load_step_times
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.heads.head import DraftHead
@@ -78,8 +78,8 @@ def prepare(
     shared = None
     if comm.tp_mesh is not None:
         part = vocabulary_head(loaded.model)
-        heights, worst = partial(common_heights, comm), partial(worst_of_replica, comm)
-        shared = SharedWeights(partial(check_replica, comm), heights, worst, comm.tp_rank, comm.tp_size, part)
+        gemm_rows, worst = partial(common_gemm_rows, comm), partial(worst_of_replica, comm)
+        shared = SharedWeights(partial(check_replica, comm), gemm_rows, worst, comm.tp_rank, comm.tp_size, part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     comm.before_close(model.release)
     failure, costs, like, compiles = None, None, None, False
@@ -270,11 +270,11 @@ def _failure_of(action: Callable[[], None]) -> str | None:
 
 def _machine(model: TreeModel, options: EngineOptions) -> dict[str, int]:
     """Digests of the machine properties that decide rounding, equal on all ranks in exact mode; zeros otherwise."""
-    heights = model.adapter.heights
-    if not options.exact or heights is None:  # another check reports the failure
+    gemm_rows = model.adapter.gemm_rows
+    if not options.exact or gemm_rows is None:  # another check reports the failure
         return dict.fromkeys((_KIND, _THREADS, _KERNELS), 0)
     is_gpu = model.device.type == "cuda"
     name = torch.cuda.get_device_name(model.device) if is_gpu else torch.backends.cpu.get_cpu_capability()
     kind = (name, torch.__version__, torch.version.cuda if is_gpu else None)
-    rows = astuple(replace(heights, num_threads=None))
-    return {_KIND: digest_of(repr(kind)), _THREADS: heights.num_threads or 0, _KERNELS: digest_of(repr(rows))}
+    rows = astuple(replace(gemm_rows, num_threads=None))
+    return {_KIND: digest_of(repr(kind)), _THREADS: gemm_rows.num_threads or 0, _KERNELS: digest_of(repr(rows))}

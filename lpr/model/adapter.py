@@ -27,7 +27,7 @@ from lpr.model.transformers_versions import passed
 
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 """Per model, a lock: each engine that shares the model calls it with its own attention implementation."""
-ShareHeights = Callable[[check.Heights | str], check.Heights | str]
+ShareGemmRows = Callable[[check.GemmRows | str], check.GemmRows | str]
 
 
 class Adapter:
@@ -38,13 +38,13 @@ class Adapter:
         model: PreTrainedModel,
         attention: str = "auto",
         exact: bool = False,
-        share_heights: ShareHeights = lambda found: found,
+        share_gemm_rows: ShareGemmRows = lambda found: found,
     ) -> None:
         """Change `model` (any transformers causal LM) to tree attention; raises InputError if that cannot work.
 
         `attention` is one of ATTENTION. "auto" is "triton" on a GPU and "native" on a CPU, if `self_check` finds that
         it works with this model, and "sdpa" otherwise. `exact` makes logits bitwise independent of a step's shape
-        (lpr.model.exact); tensor-parallel ranks agree on the heights of matrix products by `share_heights`.
+        (lpr.model.exact); tensor-parallel ranks agree on the numbers of rows of matrix products by `share_gemm_rows`.
         """
         self.model = model.eval()
         self.lock = _locks.setdefault(model, threading.RLock())
@@ -64,10 +64,10 @@ class Adapter:
         """True if attention that reads bits also reads block tables; `self_check` may clear it like `packed`."""
         self.accepts_positions = takes_positions(model)
         self.exact = exact
-        self.heights: check.Heights | None = None
+        self.gemm_rows: check.GemmRows | None = None
         """In exact mode, the numbers of rows M at which a GEMM gives a row the same bits; set by `why_not_exact`."""
         self._functions: FixedFunctions | None = None
-        self._share_heights = share_heights
+        self._share_gemm_rows = share_gemm_rows
         self.layer_rules: dict[int | None, Any] = {}
         """As StepInputs.layer_rules, shared by all steps."""
         self.may_fall_back = attention == "auto"
@@ -118,13 +118,13 @@ class Adapter:
             return reason
         rewrite(self.model, Setting(self.device, exact=True), Stage.EXACT)
         if self.device.type != "cpu":
-            self.heights = check.Heights(check.HEIGHT, check.HEIGHT, None, check.HEIGHT, check.HEIGHT)
-            self.node_bucket = check.HEIGHT
+            self.gemm_rows = check.GemmRows(check.GPU_ROWS, check.GPU_ROWS, None, check.GPU_ROWS, check.GPU_ROWS)
+            self.node_bucket = check.GPU_ROWS
             return None
-        found = self._share_heights(check.find_heights(self.model))
+        found = self._share_gemm_rows(check.find_gemm_rows(self.model))
         if isinstance(found, str):
             return f"on this machine the matrix product {found} rounds otherwise for other numbers of rows"
-        self.heights, self._functions = found, FixedFunctions(check.tried_sizes(self.model))
+        self.gemm_rows, self._functions = found, FixedFunctions(check.tried_sizes(self.model))
         return None
 
     def step_inputs(self, rows: Sequence[Row], cache: KVCache) -> StepInputs:
@@ -135,23 +135,23 @@ class Adapter:
         self, rows: Sequence[Row], cache: KVCache, node_bucket: int = 1, kv_bucket: int = 1, packed: bool = False
     ) -> StepInputs:
         """As `build_inputs`, with the kind of mask that the chosen attention reads."""
-        if self.heights is not None and self.heights.num_threads not in (None, torch.get_num_threads()):
+        if self.gemm_rows is not None and self.gemm_rows.num_threads not in (None, torch.get_num_threads()):
             raise RuntimeError(
-                f"exact mode was checked with {self.heights.num_threads} threads and torch has "
+                f"exact mode was checked with {self.gemm_rows.num_threads} threads and torch has "
                 f"{torch.get_num_threads()} now: set them before the model is loaded"
             )
         if self.reads_pages:
-            return build_page_inputs(rows, cache, node_bucket, packed, self.heights)
+            return build_page_inputs(rows, cache, node_bucket, packed, self.gemm_rows)
         bits, tables = self.reads_bits, self.reads_tables
         if packed and self.packs_bits and len(rows) > 1:
             return packed_inputs(rows, cache, self.device, node_bucket, kv_bucket)
         return build_inputs(
-            rows, cache, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.heights, tables
+            rows, cache, self.device, node_bucket, kv_bucket, packed and not bits, bits, self.gemm_rows, tables
         )
 
     def bind(self, inputs: StepInputs, cache: KVCache) -> None:
         """Set the fields of `inputs` that attention reads, before a forward."""
-        inputs.layer_rules, inputs.heights, inputs.cache = self.layer_rules, self.heights, cache
+        inputs.layer_rules, inputs.gemm_rows, inputs.cache = self.layer_rules, self.gemm_rows, cache
         if cache.adapters is not None and inputs.rows:
             inputs.adapters = cache.adapters.of_step(inputs)
 

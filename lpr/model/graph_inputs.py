@@ -181,11 +181,11 @@ def static_shape(
     rows_per_slot: int,
     max_entries: int,
     tree_bits: bool = False,
-    height: int = 1,
+    row_multiple: int = 1,
     in_parts: bool = False,
     tables: bool = True,
 ) -> StaticShape | None:
-    """The smallest shape for `rows`, with a multiple of `height` entries per row and at most `max_entries`.
+    """The smallest shape for `rows`, with a multiple of `row_multiple` entries per row and at most `max_entries`.
 
     None if there is none: a shape is one block of consecutive slots. With vocab-parallel sampling (`in_parts`), limits
     cost an additional exchange, so they are applied only if needed.
@@ -196,7 +196,7 @@ def static_shape(
         return None
     num_kv = max([row.num_cached + row.num_entries for row in rows])
     batch = min(power_of_two(len(rows)), num_slots - first)
-    num_entries = bucket_of(longest, node_buckets(batch, height))
+    num_entries = bucket_of(longest, node_buckets(batch, row_multiple))
     num_keys = batch * (FEW_KEYS if selection.num_keys <= batch * FEW_KEYS else num_entries)
     kv_bucket = bucket_of(num_kv, wide_kv(batch, rows_per_slot) if tree_bits else KV_BUCKETS)
     num_keys = num_keys if selection.sampled else 0
@@ -266,11 +266,11 @@ def _known_shape(*fields: Any) -> StaticShape:
     return StaticShape(*fields)
 
 
-def node_buckets(batch: int, height: int) -> Sequence[int]:
-    """The values of T in a batch of that size, multiples of `height`."""
-    if height == 1:
+def node_buckets(batch: int, row_multiple: int) -> Sequence[int]:
+    """The values of T in a batch of that size, multiples of `row_multiple`."""
+    if row_multiple == 1:
         return NODE_BUCKETS if batch == 1 else BATCH_NODE_BUCKETS
-    return [size for size in NODE_BUCKETS if size % height == 0]
+    return [size for size in NODE_BUCKETS if size % row_multiple == 0]
 
 
 def wide_kv(batch: int, rows_per_slot: int) -> Sequence[int]:

@@ -90,7 +90,7 @@ class GraphForward(EagerForward):
         super().__init__(*parts)
         self.capturer = capturer
         self._model, self._worst = model, worst
-        self._height = self.adapter.heights.multiple if self.adapter.heights is not None else 1
+        self._row_multiple = self.adapter.gemm_rows.multiple if self.adapter.gemm_rows is not None else 1
         self.is_wrong = False
         """True if a program of this model is wrong, captured or not, as it depends on the host."""
         self._num_candidates = 0
@@ -119,7 +119,7 @@ class GraphForward(EagerForward):
         longest = max_nodes if max_nodes == 1 else max_nodes + PENDING
         self.most_results = self.cache.num_slots * max_nodes
         """Most results of a packed step: those of a tree of each sequence."""
-        self.max_entries = min(bucket_of(longest, node_buckets(1, self._height)), NODE_BUCKETS[-1])
+        self.max_entries = min(bucket_of(longest, node_buckets(1, self._row_multiple)), NODE_BUCKETS[-1])
 
     def forget_adapters(self) -> None:
         """Drop the graphs of steps with adapters, whose weights have moved."""
@@ -144,7 +144,7 @@ class GraphForward(EagerForward):
         limits = self.cache.num_slots, self.cache.rows_per_slot, self.max_entries
         bits, tables = self.adapter.reads_bits, self.adapter.reads_tables
         is_split = self.sampler.part is not None
-        found = static_shape(rows, selection, num_candidates, *limits, bits, self._height, is_split, tables)
+        found = static_shape(rows, selection, num_candidates, *limits, bits, self._row_multiple, is_split, tables)
         return replace(found, with_adapters=True) if found is not None and has_adapters else found
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
@@ -298,7 +298,7 @@ class GraphForward(EagerForward):
     def prepare(self, num_candidates: int, show: bool = True) -> None:
         """Capture the common shapes while no sequence is running; with a progress bar, if `show`, on a terminal.
 
-        In exact mode each height is compared with a direct step.
+        In exact mode each number of rows is compared with a direct step.
         """
         console, shapes, most = Console(stderr=True), self.common_shapes(num_candidates), self._own_pages()
         with Progress(console=console, disable=not (show and console.is_terminal), transient=True) as progress:
@@ -308,7 +308,7 @@ class GraphForward(EagerForward):
                 row = Row.chain(shape.first_slot, 0, [entry % 7 for entry in range(min(shape.num_entries, most))], 0)
                 self._place(shape, [row], Selection.build([]))
                 self._graph(shape)
-        if self.adapter.heights is not None and self.adapter.reads_bits:
+        if self.adapter.gemm_rows is not None and self.adapter.reads_bits:
             self._compare_bits(shapes)
 
     def _own_pages(self) -> int:
@@ -321,7 +321,7 @@ class GraphForward(EagerForward):
         return room // page * page
 
     def _compare_bits(self, shapes: Sequence[StaticShape]) -> None:
-        """Replay a tree of every height; unless its logits are the bits of a direct step, capture and replay no more.
+        """Replay a tree of every size; stop capturing unless its logits are the bits of a direct step.
 
         A library may choose another kernel within a capture, or by another workspace. Overwrites the first pages.
         """
@@ -342,8 +342,8 @@ class GraphForward(EagerForward):
             direct = self._logits(self.adapter.step_inputs([row], self.cache))
             same = replayed is not None and torch.equal(replayed.view(torch.uint8), direct.view(torch.uint8))
             if self._worst(CAPTURED if same else WRONG) == WRONG:
-                height = shape.batch * shape.num_entries
-                self._give_up(RuntimeError(f"a replay of {height} rows gives other bits than a direct step"))
+                num_rows = shape.batch * shape.num_entries
+                self._give_up(RuntimeError(f"a replay of {num_rows} rows gives other bits than a direct step"))
                 self.is_wrong = True
 
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:
@@ -360,11 +360,11 @@ class GraphForward(EagerForward):
         if self._is_packed:
             return self._packed_shapes(num_candidates)
         tables = bits and self.adapter.reads_tables
-        sizes = [size for size in node_buckets(1, self._height) if size <= self.max_entries]
+        sizes = [size for size in node_buckets(1, self._row_multiple) if size <= self.max_entries]
         shapes = []
         if bits:
             for batch in {min(power_of_two(count), num_slots) for count in range(1, num_slots + 1)}:
-                buckets = node_buckets(batch, self._height)
+                buckets = node_buckets(batch, self._row_multiple)
                 longest = bucket_of(self.max_entries, buckets)
                 mine = sizes if batch == 1 else [size for size in buckets if size <= longest]
                 shapes += [(batch, *each) for each in product(mine, wide_kv(batch, rows), (0, batch * FEW_KEYS))]

@@ -15,7 +15,7 @@ import torch
 
 from lpr.core.rows import WORD_BITS
 from lpr.model.kv_cache import KVCache
-from lpr.model.step_inputs import Block, Heights, Row, StepInputs
+from lpr.model.step_inputs import Block, GemmRows, Row, StepInputs
 from lpr.model.threads import team_size
 from lpr.model.transfer import to_device
 from lpr.model.tree_mask import build_mask
@@ -35,49 +35,49 @@ def build_inputs(
     kv_bucket: int = 1,
     packed: bool = False,
     tree_bits: bool = False,
-    heights: Heights | None = None,
+    gemm_rows: GemmRows | None = None,
     tables: bool = True,
 ) -> StepInputs:
     """The tensors of a forward of `rows` over `cache`: one block (consecutive slots, in order), or packed.
 
     T and KV are padded to multiples of `node_bucket` and `kv_bucket`. With `tree_bits` the mask is a `tree_mask`
-    instead of a dense `visible`, and keys are given by block tables if `tables`. With `heights`, products have the
+    instead of a dense `visible`, and keys are given by block tables if `tables`. With `gemm_rows`, products have the
     numbers of rows that exact mode needs.
     """
-    node_bucket = lcm(node_bucket, heights.multiple) if heights is not None else node_bucket
+    node_bucket = lcm(node_bucket, gemm_rows.multiple) if gemm_rows is not None else node_bucket
     together = _same_shape(rows, node_bucket, kv_bucket) and cache.lie_evenly(rows)
     groups = [[row] for row in rows] if packed and not together else [list(rows)]
     fewest = 1  # least entries of a block, for exact products and for `_num_kept` logits
-    if heights is not None:
-        fewest = max(heights.fewest, _num_kept(max(row.num_results for row in rows), heights))
+    if gemm_rows is not None:
+        fewest = max(gemm_rows.fewest, _num_kept(max(row.num_results for row in rows), gemm_rows))
     parts: list[torch.Tensor] = []
     blocks: list[Block] = []
     for group in groups:
         start = blocks[-1].start + blocks[-1].positions.shape[1] if blocks else 0
         num_entries = round_up(max(fewest, *(each.num_entries for each in group)), node_bucket)
-        how = tree_bits, tree_bits and tables, heights is None
+        how = tree_bits, tree_bits and tables, gemm_rows is None
         entries, block = _build_block(group, cache, device, start, num_entries, kv_bucket, *how)
         parts.append(entries)
         blocks.append(block)
     whole = parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], 1)[:, None]
     tokens, positions, write_rows = whole
     length, num_results = max(row.num_cached for row in rows), [row.num_results for row in rows]
-    kept = _logits_to_keep(rows, blocks, device, heights)
+    kept = _logits_to_keep(rows, blocks, device, gemm_rows)
     sizes = blocks, length, num_results, kept
-    return StepInputs(tokens, positions, write_rows.reshape(-1), *sizes, heights=heights, rows=rows)
+    return StepInputs(tokens, positions, write_rows.reshape(-1), *sizes, gemm_rows=gemm_rows, rows=rows)
 
 
 def build_page_inputs(
-    rows: Sequence[Row], cache: KVCache, node_bucket: int, packed: bool, heights: Heights | None
+    rows: Sequence[Row], cache: KVCache, node_bucket: int, packed: bool, gemm_rows: GemmRows | None
 ) -> StepInputs:
     """As `build_inputs` on a CPU, for attention that reads pages: without mask and lists of cache rows.
 
     Packed inputs are one row with all entries, after the padding that exact products need.
     """
-    node_bucket = lcm(node_bucket, heights.multiple) if heights is not None else node_bucket
+    node_bucket = lcm(node_bucket, gemm_rows.multiple) if gemm_rows is not None else node_bucket
     counts, num_results = [row.num_entries for row in rows], [row.num_results for row in rows]
     packed = packed and len(rows) > 1
-    fewest = 1 if heights is None else max(heights.fewest, _num_kept(sum(num_results), heights))
+    fewest = 1 if gemm_rows is None else max(gemm_rows.fewest, _num_kept(sum(num_results), gemm_rows))
     length = round_up(max(fewest, sum(counts) if packed else max(counts)), node_bucket)
     if packed:
         ends = length - sum(counts) + np.cumsum(counts)
@@ -90,18 +90,18 @@ def build_page_inputs(
     num_kv = max(row.num_cached + row.num_entries for row in rows)
     block = Block(0, rows[0].slot, num_kv, positions, None, None)
     kept: int | torch.Tensor
-    if heights is None and not any(num_results):
+    if gemm_rows is None and not any(num_results):
         kept = torch.empty(0, dtype=torch.int64)  # a prompt chunk needs no logits
     elif not packed:
-        kept = _num_kept(max(1, *num_results), heights)
+        kept = _num_kept(max(1, *num_results), gemm_rows)
     else:
-        kept = _wanted(num_results, ends.tolist(), heights, tokens.device)
+        kept = _wanted(num_results, ends.tolist(), gemm_rows, tokens.device)
     cached = max(row.num_cached for row in rows)
     written = write_rows.reshape(-1)
     if len(rows) == 1 and counts[0] == length and (np.diff(written.numpy()) == 1).all():
         block.first_row = int(written[0])
     sizes = [block], cached, num_results, kept
-    return StepInputs(tokens, positions, written, *sizes, heights=heights, rows=rows, pages=pages)
+    return StepInputs(tokens, positions, written, *sizes, gemm_rows=gemm_rows, rows=rows, pages=pages)
 
 
 def _build_block(
@@ -143,27 +143,27 @@ def _build_block(
     return entries, block
 
 
-def _num_kept(num_results: int, heights: Heights | None) -> int:
+def _num_kept(num_results: int, gemm_rows: GemmRows | None) -> int:
     """Number of logits rows to compute for `num_results` wanted ones."""
-    return num_results if heights is None else round_up(max(num_results, heights.fewest), heights.head_multiple)
+    return num_results if gemm_rows is None else round_up(max(num_results, gemm_rows.fewest), gemm_rows.head_multiple)
 
 
 def _logits_to_keep(
-    rows: Sequence[Row], blocks: Sequence[Block], device: torch.device, heights: Heights | None
+    rows: Sequence[Row], blocks: Sequence[Block], device: torch.device, gemm_rows: GemmRows | None
 ) -> int | torch.Tensor:
     """The wanted entries (the last ones of each row), after unread ones if exact products need more rows."""
     if len(blocks) == 1:
-        return _num_kept(max(1, *(row.num_results for row in rows)), heights)
+        return _num_kept(max(1, *(row.num_results for row in rows)), gemm_rows)
     ends = [block.start + block.positions.shape[1] for block in blocks]
-    return _wanted([row.num_results for row in rows], ends, heights, device)
+    return _wanted([row.num_results for row in rows], ends, gemm_rows, device)
 
 
 def _wanted(
-    num_results: Sequence[int], ends: Sequence[int], heights: Heights | None, device: torch.device
+    num_results: Sequence[int], ends: Sequence[int], gemm_rows: GemmRows | None, device: torch.device
 ) -> torch.Tensor:
     """Indices of the last `num_results` entries before each end, after unread ones if exact products need more rows."""
     wanted = [entry for count, end in zip(num_results, ends, strict=True) for entry in range(end - count, end)]
-    return to_device(np.array([0] * (_num_kept(len(wanted), heights) - len(wanted)) + wanted, np.int64), device)
+    return to_device(np.array([0] * (_num_kept(len(wanted), gemm_rows) - len(wanted)) + wanted, np.int64), device)
 
 
 def _same_shape(rows: Sequence[Row], node_bucket: int, kv_bucket: int) -> bool:

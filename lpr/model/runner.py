@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lpr.config import PAGE_SIZE, InputError, SamplingParams
 from lpr.core.heads import HeadDraft
-from lpr.model.adapter import Adapter, ShareHeights
+from lpr.model.adapter import Adapter, ShareGemmRows
 from lpr.model.cpu.memory import wait_for_pages
 from lpr.model.eager_forward import EagerForward
 from lpr.model.graph_capture import Capturer, CudaCapturer, uncapturable
@@ -51,8 +51,8 @@ class SharedWeights:
 
     check_rows: Callable[[Sequence[Row]], Callable[[], None]] = lambda rows: _nothing
     """Called with the rows of every forward when they are known; the returned function is called before the launch."""
-    share_heights: ShareHeights = lambda found: found
-    """Returns the exact-mode heights that hold on all ranks."""
+    share_gemm_rows: ShareGemmRows = lambda found: found
+    """Returns the exact-mode numbers of GEMM rows that hold on all ranks."""
     worst: Callable[[int], int] = lambda found: found
     """Returns the maximum of the argument over all ranks."""
     tp_rank: int = 0
@@ -77,7 +77,7 @@ class TreeModel:
         `allocate` makes the cache. Raises InputError for an unsupported choice.
         """
         self._shared = shared or SharedWeights()
-        self.adapter = Adapter(model, attention, exact, self._shared.share_heights)
+        self.adapter = Adapter(model, attention, exact, self._shared.share_gemm_rows)
         self.model, self.device, self.config = model, self.adapter.device, self.adapter.config
         self.bank = Bank(model, self._shared.tp_rank, self._shared.tp_size)
         """The loaded LoRA adapters."""

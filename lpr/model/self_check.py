@@ -38,7 +38,7 @@ _PARENTS = (-1, 0, 0, 1, 1, 2, 1, 4)
 _ACCEPTED = (0, 2, 5)
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """Largest difference of a logit over the range of the logits: in fp32 sound models stay below 1e-6 and the silent
-failures known so far begin at 3e-3. Half precision rounds differently at every GEMM height."""
+failures known so far begin at 3e-3. Half precision rounds differently for every number of GEMM rows."""
 _HALF_TOLERANCE = 6e-2
 _SHOWS = 2e-3
 """The least effect of lost recurrent states on the logits, relative to their range, that makes errors detectable."""

@@ -21,7 +21,7 @@ _step: ContextVar[StepInputs | None] = ContextVar("_step", default=None)
 
 
 @dataclass(frozen=True)
-class Heights:
+class GemmRows:
     """The numbers of rows M of a GEMM at which a row has the same bits, at any place in it, on this machine."""
 
     fewest: int
@@ -165,7 +165,7 @@ class StepInputs:
     """The model's argument: a number of last entries of every row, or indices int64 among N."""
     in_parts: bool = False
     """True if a vocab-parallel head returns only this rank's part of the logits."""
-    heights: Heights | None = None
+    gemm_rows: GemmRows | None = None
     """Rows of matrix products in exact mode."""
     pages: Any = None
     """A native.PagedAttention with the trees and block tables of all rows, for attention that reads them on a CPU;

@@ -296,8 +296,8 @@ def another_processor(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_bits(patch: pytest.MonkeyPatch) -> None:
-    find = check.find_heights
-    patch.setattr(check, "find_heights", lambda model: replace(find(model), bits=7))
+    find = check.find_gemm_rows
+    patch.setattr(check, "find_gemm_rows", lambda model: replace(find(model), bits=7))
 
 
 def other_weights(patch: pytest.MonkeyPatch) -> None:

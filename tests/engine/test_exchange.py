@@ -154,7 +154,7 @@ def test_results_of_plain_steps_need_no_placement(
 
 
 def perturb_what_is_not_owned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepDraft, torch.Tensor]]:
-    """Ranks compute ancestors that they do not own a little differently, as GEMMs of other heights do.
+    """Ranks compute ancestors that they do not own a little differently, as GEMMs of other numbers of rows do.
 
     Returns, as they come, drafts in which there were such nodes and the perturbed results.
     """

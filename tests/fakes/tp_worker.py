@@ -103,7 +103,7 @@ def exact_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     """What differs between plain decoding and trees in exact mode, under one split."""
     plain = DecodeConfig.autoregressive(max_batch_size=1)
     engine = Engine.from_pretrained(case["model"], plain, comm=comm, exact=True, dtype=case["dtype"])
-    assert engine.model.exact and engine.model.adapter.heights is not None
+    assert engine.model.exact and engine.model.adapter.gemm_rows is not None
     params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
     worlds = Worlds(None, case["dtype"], exact=True, engine=engine)
     found = Group(worlds, PROMPTS, params).run(["both, batch of 4, fills of 32", "window"])
@@ -262,7 +262,7 @@ def spoil(fault: str | None, model: Any, comm: ProcessComm) -> None:
     attention = model.model.layers[0].self_attn
     if not fault or comm.tp_rank != comm.tp_size - 1:
         return
-    if fault == "order":  # keys and values have the same heights
+    if fault == "order":  # keys and values have the same numbers of rows
         weight = attention.q_proj.pack.weight
         queries, keys, values = weight.clone().split(attention.q_proj.pack.sizes)
         weight.copy_(torch.cat([queries, values, keys]))

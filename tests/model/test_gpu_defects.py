@@ -87,16 +87,16 @@ class Failing(Capturer):
 
 def test_after_a_failed_capture_steps_stay_as_high_as_a_replay(caplog: pytest.LogCaptureFixture) -> None:
     """Ranks of a tensor-parallel replica meet in every layer: the one that failed must not compute fewer rows."""
-    heights = []
+    gemm_rows = []
     runner, capturer = TreeModel(tiny_model()), Failing()
     runner.capturer = capturer
     runner.allocate(2, 256, 64, self_check(runner))
     inner = runner.model.forward
-    runner.model.forward = lambda **given: (heights.append(given["input_ids"].shape[1]), inner(**given))[1]
+    runner.model.forward = lambda **given: (gemm_rows.append(given["input_ids"].shape[1]), inner(**given))[1]
     for count in (1, 5, 20):
         row = Row(0, 3, [1] * count, list(range(-1, count - 1)), list(range(3, 3 + count)), 1)
         assert len(runner.evaluate([row], Selection.build([]), 0)) == 1
-    assert list(dict.fromkeys(heights)) == [1, 8, 32] and capturer.num_captures == 1
+    assert list(dict.fromkeys(gemm_rows)) == [1, 8, 32] and capturer.num_captures == 1
     assert runner.graph_reason == "ptxas is missing" and "CompilerError" in caplog.text
 
 

@@ -176,7 +176,7 @@ def check_two_replicas(
     spoiled = [report.pop("llama/state")["error"] for report in reports]
     for report in reports:
         check_exact(report, models, [2, 2])
-    # Found before the ranks of replica 1 enter a forward with rows of different height.
+    # Found before the ranks of replica 1 enter a forward with different numbers of rows.
     named = "DesyncError: the replicated state of rank 3 differs from that of the other 1 of 2 ranks"
     assert [error.startswith(named) for error in spoiled] == [False, False, True, True], done.stderr
     assert [error.startswith("CommError") for error in spoiled[:2]] == [True, True]

@@ -18,11 +18,11 @@ from tests.model.exact.test_exact_gpu import DECODE, PARAMS, PROMPTS, ROOM, repl
 def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
     gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heights: set[int] = set()
+    gemm_rows: set[int] = set()
     multiply = nn.Linear.forward
 
     def counted(self: nn.Linear, states: torch.Tensor) -> torch.Tensor:
-        heights.add(states.flatten(0, -2).shape[0])
+        gemm_rows.add(states.flatten(0, -2).shape[0])
         return multiply(self, states)
 
     model = tiny_model(spread=0.12).to(torch.bfloat16)
@@ -36,7 +36,7 @@ def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
     engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, exact=True)
     graphs = engine.model.graphs
     assert graphs is not None and {shape.num_entries % 64 for shape in graphs.common_shapes(8)} == {0}
-    heights.clear()
+    gemm_rows.clear()
     done = engine.generate(PROMPTS, PARAMS)
     assert [each.token_ids for each in done] == expected
     assert sum(each.stats.num_steps for each in done) < 20, "drafts were accepted"
@@ -44,14 +44,14 @@ def test_ids_are_those_of_plain_decoding_and_products_have_one_height(
     engine.model.capturer = None
     engine.configure(engine.decode)
     assert [each.token_ids for each in engine.generate(PROMPTS, PARAMS)] == expected
-    assert heights == {check.HEIGHT}
+    assert gemm_rows == {check.GPU_ROWS}
 
 
 @pytest.mark.parametrize("rows", [0, 64, 256])
 def test_replays_are_compared_with_direct_steps_at_every_height(
     rows: int, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At load: where one height differs, steps go on without graphs, with the ids of plain decoding."""
+    """At load: where one number of rows differs, steps go on without graphs, with the ids of plain decoding."""
     model = tiny_model(spread=0.12, num_hidden_layers=1).to(torch.bfloat16)
     expected = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=DECODE, exact=True, graphs=False)
     replays_that_round_otherwise(monkeypatch, rows)
@@ -60,7 +60,7 @@ def test_replays_are_compared_with_direct_steps_at_every_height(
     reason, replays = engine.model.graph_reason, gpu.num_replays
     assert reason == (f"a replay of {rows} rows gives other bits than a direct step" if rows else None)
     assert engine.model.graphs is not None
-    heights = {shape.batch * shape.num_entries for shape in engine.model.graphs.common_shapes(8)}
-    assert heights == {64, 128, 256} and (rows or replays >= len(heights))
+    gemm_rows = {shape.batch * shape.num_entries for shape in engine.model.graphs.common_shapes(8)}
+    assert gemm_rows == {64, 128, 256} and (rows or replays >= len(gemm_rows))
     found = [[each.token_ids for each in it.generate(PROMPTS, PARAMS)] for it in (engine, expected)]
     assert found[0] == found[1] and (gpu.num_replays > replays) == (not rows)

@@ -142,7 +142,7 @@ def tree_attention(
 def _attend_block(
     step: StepInputs, block: Block, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    if step.heights is None:
+    if step.gemm_rows is None:
         return _attend(query, key, value, mask, scoring, is_causal=block.is_causal and mask is None)
     if scoring.bias is not None:
         raise TypeError("exact attention takes no bias on scores")

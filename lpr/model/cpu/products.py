@@ -18,7 +18,7 @@ from lpr.model.cpu.tiles import Tiles, can_tile
 from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.merged_linear import GROUPS, Pack, fit
 
-_HEIGHT = 16
+_PACKED_ROWS = 16
 """Number of rows that oneDNN's layout is optimised for. It works for any number; a layout for 1 row is 1.5 times as
 slow at 2 to 16 rows."""
 
@@ -38,7 +38,7 @@ def has_one_dnn(dtype: torch.dtype) -> bool:
 class OneDnn:
     def __init__(self, weight: Tensor) -> None:
         """Pack `weight` [outputs, inputs] in oneDNN's layout."""
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HEIGHT)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
         dense: Tensor = self._packed.to_dense()

@@ -1,6 +1,6 @@
-"""Exact mode's matrix products: restricted to heights (numbers of rows M) at which a row has the same bits.
+"""Exact mode's matrix products: restricted to numbers of rows M at which a row has the same bits.
 
-A library chooses its kernel by the shape. On a GPU all products have the same number of rows. On a CPU `find_heights`
+A library chooses its kernel by the shape. On a GPU all products have the same number of rows. On a CPU `find_gemm_rows`
 tests products when a model is loaded: with MKL and AVX2 a float32 row has the same bits for any M of four or more, in
 lpr's own products for every M.
 """
@@ -26,12 +26,12 @@ from lpr.model.low_bit.layers import CodedLinear
 from lpr.model.recurrent.convolved_projections import has_convolved_projections
 from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.sharded_layers import local
-from lpr.model.step_inputs import Heights
+from lpr.model.step_inputs import GemmRows
 
-HEIGHT = 64  # M of every product on a GPU: about where arithmetic takes as long as reading the weights
+GPU_ROWS = 64  # M of every product on a GPU: about where arithmetic takes as long as reading the weights
 MOST_FILLED = 16  # most rows to which a small step may be padded to reach the range
 _LEAST_RANGE = 4  # shorter ranges may agree by chance, and a row's place in the product then matters
-_HEIGHTS = (*range(1, 34), 40, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512)
+_TESTED_ROWS = (*range(1, 34), 40, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512)
 _MOST_ROWS = 513
 MOST_LOGITS = 66  # most rows of the output head that are tested: few steps have more results
 
@@ -56,7 +56,7 @@ def refusal(model: Any, own_attention: bool) -> str | None:
     return None
 
 
-def find_heights(model: nn.Module) -> Heights | str:
+def find_gemm_rows(model: nn.Module) -> GemmRows | str:
     """Test a product of each shape with torch's present number of threads; the highest range of M that all share.
 
     Returns a string instead, which names the first product that leaves no range starting at MOST_FILLED rows or fewer.
@@ -76,11 +76,11 @@ def find_heights(model: nn.Module) -> Heights | str:
         ]
         if not ranges:
             return f"{name} {size[:2]} in {str(size[2])[6:]}"
-    return Heights(*ranges[0], torch.get_num_threads(), bits=int.from_bytes(bits.digest(), "little"))
+    return GemmRows(*ranges[0], torch.get_num_threads(), bits=int.from_bytes(bits.digest(), "little"))
 
 
 def tried_sizes(model: nn.Module) -> set[Size]:
-    """The sizes of the products that `find_heights` tries, as PyTorch computes them."""
+    """The sizes of the products that `find_gemm_rows` tries, as PyTorch computes them."""
     every = (each for name, module in model.named_modules() for each in _kinds(name, module))
     return {size for kind, _, size in every if kind != "packed"}
 
@@ -95,13 +95,13 @@ def _ranges(multiply: Product, size: Size, most: int, bits: hashlib.blake2b) -> 
     highest, start = multiply(rows, weight, bias), 0
     bits.update(highest.contiguous().view(torch.uint8).numpy().tobytes())
     found = [(most, most)]
-    for height in reversed([each for each in _HEIGHTS if each < most]):
-        first = (most - height) // 2
-        product = multiply(rows[first : first + height], weight, bias)
-        if torch.equal(product, highest[first - start : first - start + height]):
-            found[-1] = height, found[-1][1]
+    for num_rows in reversed([each for each in _TESTED_ROWS if each < most]):
+        first = (most - num_rows) // 2
+        product = multiply(rows[first : first + num_rows], weight, bias)
+        if torch.equal(product, highest[first - start : first - start + num_rows]):
+            found[-1] = num_rows, found[-1][1]
         else:
-            found.append((height, height))
+            found.append((num_rows, num_rows))
             highest, start = product, first
     return found
 
@@ -184,7 +184,7 @@ def _linear_alone(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class PinnedProducts(Rewrite):
-    """In steps of exact mode, products with the model's weights use only the allowed heights."""
+    """In steps of exact mode, products with the model's weights use only the allowed numbers of rows."""
 
     name, stage = "products at fixed heights", Stage.EXACT
 

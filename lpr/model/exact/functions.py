@@ -41,7 +41,7 @@ class InexactError(ValueError):
 
 
 class FixedFunctions(TorchFunctionMode):
-    """Evaluates such functions in whole vectors, and products at the allowed heights.
+    """Evaluates such functions in whole vectors, and products at the allowed numbers of rows.
 
     Raises InexactError for a product that was not tested when the model was loaded.
     """
@@ -105,10 +105,10 @@ def _in_whole_vectors(func: Callable[..., Tensor], values: Tensor, *args: Any) -
 def in_pieces(multiply: Callable[[Tensor], Tensor], states: Tensor, limit: int | None = None) -> Tensor:
     """`multiply` of `states` [..., D], in pieces with an allowed number of rows, at most `limit`."""
     step, count = current_step(), states.shape[:-1].numel()
-    if step is None or step.heights is None:
+    if step is None or step.gemm_rows is None:
         return multiply(states)
     states = states.contiguous()  # transposed ones take another kernel
-    fewest, most = step.heights.fewest, min(step.heights.most, limit or step.heights.most)
+    fewest, most = step.gemm_rows.fewest, min(step.gemm_rows.most, limit or step.gemm_rows.most)
     if fewest <= count <= most:
         return multiply(states)
     pieces = list(states.flatten(0, -2).split(most))
@@ -118,7 +118,7 @@ def in_pieces(multiply: Callable[[Tensor], Tensor], states: Tensor, limit: int |
 
 
 class FixedExperts(WrappedForward):
-    """Experts compute their tokens one expert after the other, by products of allowed heights."""
+    """Experts compute their tokens one expert after the other, by products of allowed numbers of rows."""
 
     name, stage = "experts one by one", Stage.EXACT
 
@@ -131,6 +131,6 @@ class FixedExperts(WrappedForward):
 
 def _one_by_one(module: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     step = current_step()
-    if step is None or step.heights is None:
+    if step is None or step.gemm_rows is None:
         return stock(*args, **kwargs)
     return type(module).forward.__wrapped__(module, *args, **kwargs)

@@ -115,7 +115,7 @@ class States:
     @property
     def is_exact(self) -> bool:
         """True if the current step is one of exact mode."""
-        return self._step is not None and self._step.heights is not None
+        return self._step is not None and self._step.gemm_rows is not None
 
     @property
     def evaluated(self) -> Any:

@@ -26,8 +26,8 @@ def test_weights_that_are_bfloat16_lie_as_such_and_have_the_bits_of_floats(monke
     floats = Tiles(weight)
     assert halves._panels.numel() * 2 == floats._panels.numel() * halves._panels.itemsize
     assert torch.equal(halves.to_dense(weight.dtype), weight) and torch.equal(floats.to_dense(weight.dtype), weight)
-    for height in (*range(1, 30), 56, 57, 130):
-        assert torch.equal(halves.multiply(rows[:height], None), floats.multiply(rows[:height], None))
+    for num_rows in (*range(1, 30), 56, 57, 130):
+        assert torch.equal(halves.multiply(rows[:num_rows], None), floats.multiply(rows[:num_rows], None))
 
 
 def test_a_weight_that_is_not_bfloat16_or_has_no_pairs_lies_as_it_is() -> None:
@@ -63,8 +63,8 @@ def test_a_row_has_the_same_bits_at_every_height_and_with_any_threads(
     needs(dtype)
     packed, rows = Tiles(torch.randn(70, 1100).to(dtype)), torch.randn(200, 1100).to(dtype)
     whole = packed.multiply(rows, None)
-    for height in (*range(1, 32), 42, 64, 127, 128):
-        assert torch.equal(packed.multiply(rows[9 : 9 + height], None), whole[9 : 9 + height])
+    for num_rows in (*range(1, 32), 42, 64, 127, 128):
+        assert torch.equal(packed.multiply(rows[9 : 9 + num_rows], None), whole[9 : 9 + num_rows])
     for count in (1, 2):
         monkeypatch.setattr(tiles, "team_size", lambda count=count: count)
         assert torch.equal(packed.multiply(rows, None), whole)

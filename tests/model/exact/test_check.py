@@ -319,10 +319,12 @@ def two_threads() -> Iterator[None]:
 def test_several_threads(dtype: torch.dtype, two_threads: None, attention: str) -> None:
     try:
         runner = checked(tiny_model("llama").to(dtype))
-    except InputError as refused:  # a processor whose bfloat16 products with two threads agree at no two heights
+    except (
+        InputError
+    ) as refused:  # a processor whose bfloat16 products with two threads agree at no two numbers of rows
         assert "rounds otherwise for other numbers of rows" in str(refused)
         return
-    assert runner.adapter.heights is not None and runner.adapter.heights.num_threads == 2
+    assert runner.adapter.gemm_rows is not None and runner.adapter.gemm_rows.num_threads == 2
     check_pieces(runner)
     check_trees(runner, 2)
 
@@ -341,14 +343,14 @@ def test_a_number_of_threads_that_nobody_asked_the_machine_about() -> None:
 def test_products_are_asked_from_which_height_on_they_agree(dtype: torch.dtype) -> None:
     """The answer is checked with other rows than those it was found with, of a product whose errors nothing hides."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False)).to(dtype)
-    heights = check.find_heights(model)
-    assert isinstance(heights, check.Heights)
+    gemm_rows = check.find_gemm_rows(model)
+    assert isinstance(gemm_rows, check.GemmRows)
     rows, weight, _ = check.cancelling(64, 48, 120, dtype)
-    whole = F.linear(rows[: min(120, heights.most)], weight)
+    whole = F.linear(rows[: min(120, gemm_rows.most)], weight)
     assert whole.abs().max() > 0, "errors show"
-    for height in range(heights.fewest, min(40, len(whole))):
-        for first in range(0, len(whole) - height, height):
-            assert torch.equal(F.linear(rows[first : first + height], weight), whole[first : first + height])
+    for num_rows in range(gemm_rows.fewest, min(40, len(whole))):
+        for first in range(0, len(whole) - num_rows, num_rows):
+            assert torch.equal(F.linear(rows[first : first + num_rows], weight), whole[first : first + num_rows])
 
 
 def test_a_product_that_changes_with_its_height_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,8 +362,8 @@ def test_a_product_that_changes_with_its_height_is_named(monkeypatch: pytest.Mon
         self_check(TreeModel(tiny_model(), exact=True))
 
 
-def by_height(monkeypatch: pytest.MonkeyPatch, *changes: int) -> list[int]:
-    """Let products of weights round otherwise from each of `changes` rows on; returns the heights met from now on."""
+def by_gemm_rows(monkeypatch: pytest.MonkeyPatch, *changes: int) -> list[int]:
+    """Let products of weights round otherwise from each of `changes` rows on; returns those met from now on."""
     multiply, met = F.linear, []
 
     def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -378,13 +380,13 @@ def test_steps_are_cut_where_a_library_takes_another_kernel(
     dtype: torch.dtype, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As AMX does in bfloat16 behind 32 rows; a step of many more is several products in it."""
-    met = by_height(monkeypatch, 33, 129)
+    met = by_gemm_rows(monkeypatch, 33, 129)
     runner = checked(tiny_model("llama").to(dtype))
-    assert runner.adapter.heights is not None and runner.adapter.heights.most == 32
+    assert runner.adapter.gemm_rows is not None and runner.adapter.gemm_rows.most == 32
     met.clear()
     check_pieces(runner)
     check_trees(runner, 2)
-    assert max(met) == 32 and min(met) >= runner.adapter.heights.fewest
+    assert max(met) == 32 and min(met) >= runner.adapter.gemm_rows.fewest
     monkeypatch.setattr(check.PinnedProducts, "match", lambda *_: iter(()))
     with pytest.raises(InputError, match="cannot be exact: its logits are other bits in a step of many tokens"):
         checked(tiny_model("llama").to(dtype))
@@ -441,9 +443,9 @@ def test_a_model_whose_layers_depend_on_the_height_is_refused() -> None:
         self_check(TreeModel(model, exact=True))
 
 
-def heights_that_vary(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
-    assert runner.adapter.heights is not None
-    runner.adapter.heights = replace(runner.adapter.heights, fewest=1)
+def gemm_rows_that_vary(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
+    assert runner.adapter.gemm_rows is not None
+    runner.adapter.gemm_rows = replace(runner.adapter.gemm_rows, fewest=1)
 
 
 def paths_from_their_ends(patch: pytest.MonkeyPatch, runner: TreeModel) -> None:
@@ -496,7 +498,7 @@ def steps_of_another_rounding(patch: pytest.MonkeyPatch, runner: TreeModel) -> N
 
 
 @pytest.mark.parametrize(
-    "fault", [heights_that_vary, paths_from_their_ends, a_sibling_is_seen, steps_of_another_rounding]
+    "fault", [gemm_rows_that_vary, paths_from_their_ends, a_sibling_is_seen, steps_of_another_rounding]
 )
 def test_faults_are_noticed(
     fault: Callable[[pytest.MonkeyPatch, TreeModel], None], monkeypatch: pytest.MonkeyPatch, attention: str

@@ -1,4 +1,4 @@
-"""Exact mode on the pretend GPU: products of fixed heights, one kernel, bits of plain decoding."""
+"""Exact mode on the pretend GPU: products of fixed numbers of rows, one kernel, bits of plain decoding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOM = (2 << 30) + (48 << 20), 4 << 30
 
 
 def test_products_that_depend_on_the_height_are_found(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that takes another kernel for other heights, met by a model that is not pinned."""
+    """A library that takes another kernel for other numbers of rows, met by a model that is not pinned."""
     multiply = nn.Linear.forward
 
     def by_shape(self: nn.Linear, states: torch.Tensor) -> torch.Tensor:

@@ -92,12 +92,12 @@ def test_the_same_ids(family: str) -> None:
 
 
 def test_pieces_of_a_prompt_compute_no_logits() -> None:
-    model, heights = tiny_model("llama"), list[int]()
-    model.lm_head.register_forward_pre_hook(lambda module, given: heights.append(given[0].shape[1]))
+    model, gemm_rows = tiny_model("llama"), list[int]()
+    model.lm_head.register_forward_pre_hook(lambda module, given: gemm_rows.append(given[0].shape[1]))
     engine = Engine.from_model(model, decode=DecodeConfig(window_size=0, trie_nodes=0, prefill_chunk=16))
-    heights.clear()
+    gemm_rows.clear()
     engine.generate([list(range(3, 43))], SamplingParams(max_new_tokens=4))
-    assert heights == [0, 0, 1, 1, 1, 1]
+    assert gemm_rows == [0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -347,8 +347,8 @@ def test_auto_keeps_bfloat16_where_it_is_faster(
 def test_heights_of_packed_products() -> None:
     model = nn.Sequential(nn.Linear(64, 48, bias=False))
     make_faster(model)
-    heights = check.find_heights(nn.ModuleList([nn.Embedding(3, 3), model]))
-    assert isinstance(heights, check.Heights) and heights.fewest <= check.MOST_FILLED
+    gemm_rows = check.find_gemm_rows(nn.ModuleList([nn.Embedding(3, 3), model]))
+    assert isinstance(gemm_rows, check.GemmRows) and gemm_rows.fewest <= check.MOST_FILLED
 
 
 def test_a_copy_of_a_replaced_module_computes_with_its_own_weights() -> None:

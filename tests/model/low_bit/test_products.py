@@ -20,7 +20,7 @@ from tests.fakes.rewriting import merge_projections, prepack
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1), (5, 3), (33, 8), (100, 34), (64, 576), (96, 1537), (31, 512), (40, 2050)]
-HEIGHTS = (*range(1, 34), 126, 127, 200)
+TESTED_ROWS = (*range(1, 34), 126, 127, 200)
 ERRORS = {"int8": 0.5 / 127, "fp8": 2.0**-4, "int4": 0.55 / 15}
 """The largest error of a weight: over the largest of its row, of itself in fp8, over the range of its group in int4."""
 
@@ -92,8 +92,8 @@ def test_a_row_has_the_same_bits_at_every_height_with_any_threads_and_vectors(
         try:
             whole = packed.multiply(rows, None)
             wholes.append((whole, full.multiply(rows.float(), None)))
-            for height in HEIGHTS:
-                assert torch.equal(packed.multiply(rows[9 : 9 + height], None), whole[9 : 9 + height])
+            for num_rows in TESTED_ROWS:
+                assert torch.equal(packed.multiply(rows[9 : 9 + num_rows], None), whole[9 : 9 + num_rows])
             for count in (1, 2):
                 monkeypatch.setattr(tiles, "team_size", lambda count=count: count)
                 assert torch.equal(packed.multiply(rows, None), whole)
@@ -189,7 +189,7 @@ def test_layers_that_are_packed_leave_their_pack() -> None:
 @pytest.mark.parametrize("has_zero", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "fp4"])
 def test_weights_of_checkpoints_are_multiplied_as_floats(vectors: str, kind: Kind, has_zero: bool) -> None:
-    """As exact as float32, with the same bits at every height and with either kind of vectors."""
+    """As exact as float32, with the same bits for every number of rows and with either kind of vectors."""
     generator = torch.Generator().manual_seed(3)
     for outputs, inputs, group in ((40, 70, 70), (64, 256, 32), (33, 1300, 1300), (100, 640, 128)):
         coding = Coding(kind, inputs, group, has_zero)
@@ -203,8 +203,8 @@ def test_weights_of_checkpoints_are_multiplied_as_floats(vectors: str, kind: Kin
         expected = given.double() @ coding.to_dense(rows, torch.float32).double().T + bias
         alone = torch.cat([laid.multiply(each[None], bias) for each in given])
         assert (alone - expected).abs().max() < 2e-6 * expected.abs().max()
-        for height in (2, 3, 5, 6, 7, 12, 13, 30):
-            assert torch.equal(laid.multiply(given[:height], bias), alone[:height])
+        for num_rows in (2, 3, 5, 6, 7, 12, 13, 30):
+            assert torch.equal(laid.multiply(given[:num_rows], bias), alone[:num_rows])
         assert native.use_narrow_vectors is not None
         native.use_narrow_vectors(vectors != "AVX2")
         assert torch.equal(laid.multiply(given, bias), alone)
