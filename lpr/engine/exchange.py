@@ -142,7 +142,7 @@ class Exchange:
             payload = self._payload.new_zeros(num_words)
         header, in_order = draft.header, self.comm.size == 1 and (len(draft) == 1 or self.capacity == 1)
         words = draft.placement if local is not None and not in_order else None
-        places = None if words is None else torch.from_numpy(words)
+        places: torch.Tensor | None = None
         if words is not None and payload.is_cuda:  # both in one copy
             sent = to_device(np.concatenate([words.reshape(-1).view(np.int32), header]), payload.device)
             payload[: len(header)] = sent[2 * words.size :]
@@ -151,6 +151,8 @@ class Exchange:
             self._on_host[: len(header)] = header
         else:
             copy_over(payload[: len(header)], header)
+        if words is not None and places is None:
+            places = to_device(words, payload.device)
         drafting = self.comm.drafting
         if drafting:
             payload[wire.TIME_WORD] = min(int((time.perf_counter() - self._began) * 1e6), 2**31 - 1)

@@ -8,7 +8,7 @@ from tests.fakes.paths import ROOT
 
 SEEN_BY = {
     "1 compile storm": (
-        "model/test_torch_compile.py::test_sizes_make_no_form_of_their_own",
+        "slow/test_torch_compile.py::test_sizes_make_no_form_of_their_own",
         "model/test_torch_compile.py::test_the_first_replica_compiles_before_the_others",
     ),
     "2 an error is a hang": (

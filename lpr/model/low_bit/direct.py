@@ -78,6 +78,8 @@ class LikelyTokens:
 class Direct:
     """Embeddings, decoder layers that one call computes, the last norm and the head."""
 
+    model: nn.Module
+    """Keeps the weights of all layers alive; `run` has only their addresses."""
     run: Run
     embeddings: Tensor
     norm: Norm
@@ -110,7 +112,7 @@ class Direct:
         if len(found) != 1 or not isinstance(found[0], LayerRule) or isinstance(pack.packed, Rounded):
             return None
         tokens = LikelyTokens(pack.packed.num_outputs)
-        return cls(first.run, weight, last, pack.packed, pack.bias, rotary, found[0], tokens)
+        return cls(model, first.run, weight, last, pack.packed, pack.bias, rotary, found[0], tokens)
 
     def logits(self, rows: Sequence[Row], cache: KVCache, of_all: bool = True) -> Tensor:
         """The logits [entries, V] after each entry of each row, whose keys and values are written to the cache.

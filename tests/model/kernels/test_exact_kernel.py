@@ -17,11 +17,13 @@ import torch
 
 from lpr.model.tree_mask import Paths, TreeMask, build_mask, find_paths
 from tests.fakes import attention_reference
+from tests.fakes.pretend_kernels import products_by_row
 
 if not find_spec("triton"):
     pytest.skip("needs the package triton", allow_module_level=True)
 from lpr.model.kernels import exact_kernel
 
+__all__ = ["products_by_row"]
 # Triton's interpreter in NumPy 2, on every kernel.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
