@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.dist import test_survivors as fast
+from tests.dist.test_survivors import expected, span
 from tests.fakes.again import again
 
 test_draft_ranks_are_lost_and_replaced = again(
