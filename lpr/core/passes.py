@@ -52,7 +52,7 @@ class Agreement:
         return self.right[octave] / self.tried[octave]
 
     def estimates(self) -> list[float]:
-        """Those of all octaves."""
+        """The estimates of all octaves."""
         return [right / tried for right, tried in zip(self.right, self.tried, strict=True)]
 
     def count(self, shares: Sequence[float], proposed: Sequence[int], chosen: Sequence[int]) -> None:
@@ -157,9 +157,10 @@ class Passes:
         return sum(gains) > self._price(count) * took
 
     def rules(self, most_entries: int) -> tuple[list[float], list[float], list[float], list[float], float]:
-        """The same for one draft, as numbers: what a gain must exceed, by `num_made` and, besides, by the entries.
+        """The thresholds of `worth` for one sequence, for native/draft_passes.h.
 
-        Then how often the copy and the text were right, by octaves, and LEAST_TEXT.
+        A pass pays if its gain exceeds the sum of the first two: by passes made, and by entries of the pass. Then the
+        estimates of the copy and of the text per octave, and LEAST_TEXT.
         """
         estimates = self.copy.estimates(), self.text.estimates(), LEAST_TEXT
         if self._fixed is not None:
@@ -172,12 +173,12 @@ class Passes:
         return by_made, [price * self.pass_time(1 + text) for text in range(most_entries)], *estimates
 
     def _price(self, count: int) -> float:
-        """What a millisecond must bring: tokens of late, if all drafts are right."""
+        """Accepted tokens that a millisecond must add: the recent rate over the recent agreement."""
         tokens, ms = self._rate(count)
         return tokens / (ms * self.copy.mean)
 
     def _longer_ms(self, num_made: int, count: int) -> float:
-        """By how much the coming step takes longer for the tokens of one more pass."""
+        """Milliseconds that the tokens of one more pass add to the next step."""
         entries = count * (num_made + 1)
         return self.step_time(entries + count, count) - self.step_time(entries, count)
 

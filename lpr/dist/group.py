@@ -28,7 +28,6 @@ class Download:
 
     def __init__(self) -> None:
         self._places = [torch.empty(0, dtype=torch.int32)] * 2
-        self._copied: Any = None  # an event of the device behind its last copy
 
     def read(self, words: torch.Tensor) -> torch.Tensor:
         """`words` (int32, any shape, on any device) on the host, once the device has made them.
@@ -39,7 +38,7 @@ class Download:
         return self.begin(words)()
 
     def begin(self, words: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Let the device copy `words` behind the work that it has; what is returned waits for the copy, as `read`."""
+        """Enqueue the copy of `words` to the host after the device's queued work; the returned call waits for it."""
         if words.device.type != "cuda":
             return lambda: words
         self._places.reverse()
@@ -47,7 +46,7 @@ class Download:
             self._places[0] = torch.empty(words.numel(), dtype=words.dtype).pin_memory()
         place = self._places[0][: words.numel()].view(words.shape)
         place.copy_(words, non_blocking=True)
-        copied = self._copied = self._copied or torch.cuda.Event()
+        copied = torch.cuda.Event()  # one per copy: a shared one would also wait for the next gather
         copied.record(torch.cuda.current_stream(words.device))
 
         def wait() -> torch.Tensor:
@@ -121,7 +120,7 @@ class ProcessGroup(Group):
         with comm_errors(LOST):
             work = self._group._allgather_base(gathered, payload)
             if self._device.type == "cuda":
-                work.wait()  # holds up the stream, not the host: the copy to the host begins by itself
+                work.wait()  # blocks the stream, not the host: the copy starts without the host
         download = self._download.begin(gathered)
 
         def wait() -> torch.Tensor:

@@ -8,7 +8,7 @@ restarts after them. So a late, wrong or missing draft costs time and changes no
 The first draft rank follows the copy's choices. The others follow likely second choices, which all ranks know from the
 gather, so that the draft also has continuations where the model's choice differs from the copy's.
 
-Where the ranks of a replica share the weights (`tp`), all of them draft the same, and the first one's clock decides.
+With tensor parallelism all ranks of a draft replica draft the same tokens; the first rank decides by its clock.
 """
 
 from __future__ import annotations
@@ -146,13 +146,13 @@ class DraftRank:
     # The ranks of this replica.
 
     def _of_replica(self, *values: int) -> list[tuple[int, ...]]:
-        """Of each value, that of every rank of this replica."""
+        """Per value, the values of all ranks of this replica."""
         if self.comm.tp_size == 1:
             return [(each,) for each in values]
         return [*zip(*self.comm.begin_gather_replica(torch.tensor(values, dtype=torch.int32))().tolist(), strict=True)]
 
     def _agreed(self, decision: int, *seen: object) -> int:
-        """What the first rank decides; raises DesyncError if the ranks have `seen` something else."""
+        """The first rank's decision; raises DesyncError if the ranks' `seen` differ."""
         if self.comm.tp_size == 1:
             return decision
         decisions, digests = self._of_replica(decision, digest_of(repr(seen)) % 2**31)

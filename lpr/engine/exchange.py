@@ -59,7 +59,7 @@ class Gathered:
 
     @property
     def of_replicas(self) -> np.ndarray:
-        """Those of the first rank of each replica, int32 [replicas, words] (rule R6)."""
+        """The payload of the first rank of each replica, int32 [replicas, words] (rule R6)."""
         return self.payloads[:: len(self.payloads) // len(self.draft.served)]
 
     def blocks(self) -> np.ndarray:
@@ -172,7 +172,7 @@ class Exchange:
     def _place(self, local: torch.Tensor, places: torch.Tensor | None, table: torch.Tensor) -> None:
         """Copy the results of the nodes that this rank owns into `table` [trees * capacity, width].
 
-        `places` are StepDraft.placement; None: they lie one behind the other.
+        `places` are StepDraft.placement; None: the results are contiguous and in order.
         """
         columns = table[:, : local.shape[1]]
         if places is None:

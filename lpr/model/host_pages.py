@@ -9,14 +9,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 64 << 20  # memory is taken in pieces of up to so many bytes
+SLAB_BYTES = 64 << 20  # largest allocation
 NUM_TIMED = 8  # pages whose copies are timed
 
 
 class HostPages:
-    """K/V of pages that left the cache; on a GPU in pinned memory, so that no copy waits for the host.
+    """K/V of swapped-out pages; for a GPU in pinned memory, so that copies are asynchronous.
 
-    A piece of memory is taken when its first page is needed, or by `take`: pinning one stops what a GPU does.
+    Slabs are allocated when their first page is needed, or by `take`, as pinning memory stalls the GPU.
     """
 
     def __init__(self, pools: Sequence[Tensor], page_size: int, slab_bytes: int = SLAB_BYTES) -> None:
@@ -38,7 +38,7 @@ class HostPages:
         return pool[:, page * self._page_size : (page + 1) * self._page_size]
 
     def take(self, count: int) -> None:
-        """For a GPU, take the memory of the first `count` pages now."""
+        """For a GPU, allocate the slabs of the first `count` pages now."""
         for number in range(-(-count // self._per_slab) if self._pools[0].device.type == "cuda" else 0):
             self._slab(number)
 

@@ -1,4 +1,4 @@
-"""Rows of the KV cache that a commit moves, in all layers."""
+"""Moves of KV cache rows by a commit, in all layers."""
 
 from __future__ import annotations
 

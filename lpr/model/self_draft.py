@@ -266,7 +266,7 @@ class SelfDrafter:
             active = going if (pays or self._pays)(going, num_made) else []
 
     def _draft_alone(self, direct: Direct, each: Ending, cache: KVCache) -> None:
-        """Draft behind one sequence, by one call for all passes."""
+        """Draft for one sequence, all passes in one call."""
         began = time.perf_counter()
         self._expect(each.text)
         place = each.slot, each.num_cached, min(each.most, LONGEST), each.token
@@ -284,7 +284,7 @@ class SelfDrafter:
     def _take(
         self, each: Ending, chosen: list[int], tokens: list[list[int]], odds: list[list[float]], cache: KVCache
     ) -> bool:
-        """Let a draft take the choices of a pass; False if no further one may follow."""
+        """Append the choices of a pass to a draft; False if no further token may follow."""
         row = each.row()
         self.passes.text.count(each.text_shares, each.text, chosen)
         if not each.take(chosen, tokens, odds):

@@ -186,7 +186,7 @@ class Guesser:
 
     @property
     def _packs(self) -> bool:
-        """True on a GPU whose attention takes rows side by side; the host would wait for it at each depth."""
+        """True on a GPU with packed attention, where `_grow` would make the host wait at each depth."""
         adapter = self.adapter
         return adapter.device.type == "cuda" and adapter.packed and adapter.packs_bits
 
@@ -221,7 +221,7 @@ class Guesser:
                 each.states = [each.states[0], *state]
 
     def _grow_at_once(self, active: Sequence[_Growing], cache: KVCache) -> None:
-        """The same on a GPU, as deep as the last trees were worth it: the host reads all depths at the end."""
+        """As `_grow`, on a GPU: a depth that paid last time is launched, and the host reads all depths once."""
         began, depths = time.perf_counter(), self._depths
         found = self._launch(active, cache, depths, self.num_guesses // FOLLOWED)
         ends, self._depths = {id(each): [0] for each in active}, 1
@@ -242,8 +242,8 @@ class Guesser:
     ) -> Iterator[tuple[list[Any], list[Any]]]:
         """Per depth the tokens and probabilities after the followed guesses of each chain, as nested lists.
 
-        At each depth the `width` best guesses are followed, which `_follow` finds by the same float64 products; behind
-        what is not followed lists hold what nobody reads.
+        Each depth follows the `width` best guesses; `_follow` selects the same ones by the same float64 products. The
+        values after guesses that are not followed are arbitrary.
         """
         device, chains, size = self.adapter.device, len(active), width * (depths - 1)
         assert size <= WORD_BITS, "the ancestors of a guess are one word"
@@ -291,7 +291,7 @@ class Guesser:
         return zip([each.tolist() for each in parts[::2]], odds, strict=True)
 
     def _selections(self, active: Sequence[_Growing], depths: int, width: int) -> list[Selection]:
-        """How tokens are chosen at each depth, behind one end of a chain and then `width`; sent by one copy."""
+        """The sampling parameters per depth: one entry per chain, then `width`; uploaded by one copy."""
         made = []
         for depth in range(depths):
             params = [(each.chain.params, [each.num_cached + 1 + depth] * (width if depth else 1)) for each in active]

@@ -18,9 +18,9 @@ _WORDS = torch.int32, torch.int16, torch.int8
 
 @jit(("num_moves",))
 def copy_rows(pool_at, source_at, target_at, num_moves, num_rows, width, MOVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Of every move BLOCK words, in layer `program_id(0)`, in the order of the moves.
+    """Copy BLOCK words of every move's row in layer `program_id(0)`, in the order of the moves.
 
-    MOVES rows are read before one of them is written: threads hold words of several moves.
+    A program reads MOVES rows before it writes any of them, because its threads hold words of several moves.
     """
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = pool_at + tl.program_id(0).to(tl.int64) * num_rows * width + word[None, :]
@@ -35,7 +35,7 @@ def copy_rows(pool_at, source_at, target_at, num_moves, num_rows, width, MOVES: 
 
 
 def move_rows(pool: Tensor, source: Tensor, target: Tensor) -> None:
-    """As `lpr.model.moves.by_operators`, if no move reads a row that an earlier one writes."""
+    """As `lpr.model.moves.by_operators`. No move may read a row that an earlier one writes."""
     num_bytes = pool.shape[2:].numel() * pool.element_size()
     if not num_bytes:  # values of a layer that has keys alone
         return

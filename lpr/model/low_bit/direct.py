@@ -34,9 +34,9 @@ REMEMBERED = 8192
 
 
 PassRules = tuple[list[float], list[float], list[float], list[float], float, int]
-"""What decides on a further pass (lpr.core.passes.Passes.rules), and the number of likely tokens that are looked at."""
+"""Thresholds for a further pass (lpr.core.passes.Passes.rules), and the number of likely tokens to return."""
 MadePass = tuple[list[int], list[float], list[list[int]], list[list[float]], float]
-"""The text that a pass has evaluated and its shares; of each entry likely tokens, first the choice, and their odds;
+"""The evaluated text and its shares; per entry the likely tokens, the chosen one first, and their odds;
 milliseconds."""
 
 
@@ -127,9 +127,9 @@ class Direct:
         shape = ends[-1], self.head.num_outputs
         is_whole = len(panels) == len(self.likely.all)
         logits = self.embeddings.new_empty(shape) if is_whole else self.embeddings.new_full(shape, -torch.inf)
-        turned = self._turned(torch.from_numpy(entries[1]))
+        tables = self._cosines_and_sines(torch.from_numpy(entries[1]))
         self.run.call.run_model(
-            pages.reader, self._ends(), *(each.data_ptr() for each in turned), entries[:, 0], *self._cache(cache),
+            pages.reader, self._ends(), *(each.data_ptr() for each in tables), entries[:, 0], *self._cache(cache),
             logits.data_ptr(), panels, team_size(),
         )  # fmt: skip
         return logits
@@ -137,21 +137,22 @@ class Direct:
     def make_passes(
         self, cache: KVCache, place: tuple[int, int, int, int], text: tuple[Any, ...], choice: Choice, rules: PassRules
     ) -> list[MadePass]:
-        """What passes draft behind a sequence, one after the other while they pay (native/draft_passes.h).
+        """Run passes for one sequence in one call, one after the other while they pay (native/draft_passes.h).
 
-        `place` is its slot, the tokens in the cache, the most that may follow, and the last token; `text` its state,
-        the tokens since, those that end it, and the text of the first pass with its shares.
+        `place` is the slot, the number of cached tokens, the largest number of drafted tokens, and the last token.
+        `text` is the sequence's state, the tokens that the state lacks, the ids that end a draft, and the text that the
+        first pass evaluates with its shares.
         """
         slot, num_cached, *rest = place
         count = LONGEST + len(rules[1])
-        turned = self._turned(torch.arange(num_cached, num_cached + count)[None])
+        tables = self._cosines_and_sines(torch.arange(num_cached, num_cached + count)[None])
         found: list[MadePass] = self.run.call.make_passes(
             self._ends(), cache.tables, (slot, cache.page_size, num_cached, *rest), text, choice, rules,
-            *(each.data_ptr() for each in turned), *self._cache(cache), self.likely.panels, team_size(),
+            *(each.data_ptr() for each in tables), *self._cache(cache), self.likely.panels, team_size(),
         )  # fmt: skip
         return found
 
-    def _turned(self, positions: Tensor) -> list[Tensor]:
+    def _cosines_and_sines(self, positions: Tensor) -> list[Tensor]:
         return [each.contiguous() for each in self.rotary(self.embeddings, position_ids=positions)]
 
     def _ends(self) -> tuple[Any, ...]:
