@@ -6,14 +6,35 @@ scikit-build-core (0.11, tried) fails the installation where compilation fails. 
 PYTHONPATH, so that a second checkout imports the first, and the other builds in the root of the checkout.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import nanobind
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class BuildInParallel(build_ext):
+    """Compiles a file a core at a time (`--parallel` of setuptools builds several extensions at a time, not files)."""
+
+    def build_extensions(self) -> None:
+        compile_in_turn = self.compiler.compile
+
+        def compile_all(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                parts = pool.map(lambda source: compile_in_turn([source], **options), sources)
+                return [file for files in parts for file in files]
+
+        self.compiler.compile = compile_all
+        super().build_extensions()
+
 
 HERE = Path(nanobind.source_dir()).parent
 
 setup(
+    cmdclass={"build_ext": BuildInParallel},
     ext_modules=[
         Extension(
             "lpr._native",
@@ -33,5 +54,5 @@ setup(
             language="c++",
             optional=True,
         )
-    ]
+    ],
 )
