@@ -72,6 +72,8 @@ class Args:
     """Tokens that all of them begin with, whose K/V is held once."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the checkpoint's own."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """fp8: K/V in 8 bits. auto: as the model."""
     window_size: int | None = None
     """W. Default: the preset's, or lpr's. The same holds for the next five."""
     ngram_size: int | None = None
@@ -195,7 +197,7 @@ def asked_for(args: Args) -> tuple[Planned, ModelFacts, Machine, str, dict[str, 
     machine = Machine(gpu, Network(LINKS[inside], LINKS[between]), args.eager)
     given = {name: getattr(args, name) for name in _DECODE_FLAGS if getattr(args, name) is not None}
     planned = resolve(args.model)
-    facts = facts_of(planned.config, planned.name)
+    facts = replace(facts_of(planned.config, planned.name), kv_in_fp8=args.kv_dtype == "fp8")
     return planned, facts, machine, facts.dtype if args.dtype == "auto" else args.dtype, given
 
 

@@ -54,6 +54,9 @@ class EngineOptions:
     exact: bool = False
     """Give the same logits, bit for bit, for every shape of a step, in half precision too: a fifth to two fifths slower
     on a CPU. A model that cannot is refused."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """fp8: K/V in 8 bits (E4M3, without scales), so that twice the tokens have room. It changes tokens, for all ways to
+    decode alike. On a GPU (compute capability 8.9), with attention triton, without exact. auto: as the model."""
     prefix_reuse: bool = True
     """Share the K/V of prompts that begin alike, also with finished requests until their pages are needed."""
     kv_memory: float | None = None

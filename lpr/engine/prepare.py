@@ -89,6 +89,8 @@ def prepare(
         replica_facts["model"] = model_digest(loaded.model)
         own_head = head_digest(loaded.head)
     try:
+        if options.kv_dtype == "fp8" and options.exact:
+            raise InputError("kv_dtype='fp8' rounds K and V, which exact mode does not allow")
         has_head = loaded.head is not None and _wants_head(model, decode)
         setting = _setting(model, loaded, options, comm, has_head)
         refused = why_not(COMPILED, loaded.model, setting)
@@ -96,6 +98,10 @@ def prepare(
             raise InputError(refused)
         like = _rewritten(model, setting)
         compiles = why_not(COMPILED, loaded.model, setting) is None
+        if options.kv_dtype == "fp8":
+            if (why := why_no_fp8(model)) is not None:
+                raise InputError(f"kv_dtype='fp8': {why}")
+            like.in_fp8 = True
         if has_head:
             assert loaded.head is not None
             _use_head(model, loaded.head, like, setting)
@@ -121,7 +127,9 @@ def prepare(
         failure = _failure_of(compiling)
     if is_compared:
         replica_facts["prediction head"] = own_head if model.guesser is not None else 0
-        facts["configuration"] = digest_of(repr((decode, options.exact, options.self_draft, options.draft_ranks)))
+        facts["configuration"] = digest_of(
+            repr((decode, options.exact, options.self_draft, options.draft_ranks, options.kv_dtype))
+        )
         facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
         facts["form of a batch (packed or padded)"] = int(model.packed)
         for name, value in _machine(model, options).items():
@@ -187,6 +195,15 @@ def _use_head(model: TreeModel, head: DraftHead, like: KVCache, setting: Setting
         model.use_head(head, like)
     except Exception as failure:  # a layer with unexpected inputs may raise any type
         logger.warning("the prediction head does not work with this model and is not used: %s", first_line(failure))
+
+
+def why_no_fp8(model: TreeModel) -> str | None:
+    """The reason why K/V cannot lie in 8 bits; None if they can."""
+    if model.attention != "triton" or not model.adapter.reads_tables:
+        return "it needs attention='triton', on a GPU and for a model whose attention reads the cache itself"
+    if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) < (8, 9):
+        return "it needs a GPU of compute capability 8.9 or higher"
+    return None
 
 
 def why_no_copy(like: KVCache, comm: Comm) -> str | None:

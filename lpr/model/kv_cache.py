@@ -25,6 +25,7 @@ from lpr.model.transfer import to_device
 from lpr.native import PagedAttention, place_packed, place_rows
 
 Pair = tuple[Tensor, Tensor]
+FP8 = torch.float8_e4m3fn
 
 
 class _NoLayers(list[Any]):
@@ -85,6 +86,8 @@ class KVCache(StatesInCache, Cache):
         """The pools of all other layers."""
         self._flat: dict[int, tuple[tuple[Tensor, int], tuple[Tensor, int]]] = {}
         """All rows [layers * rows, heads, dim] of what holds a layer's keys and values, and where the layer's begin."""
+        self.in_fp8 = False
+        """Caches that `resized` makes keep each number in 8 bits (E4M3, without scales; the nearest, at most 448)."""
         self.adapters: Any = None
         """The adapters of its slots, a SlotAdapters (lpr.model.lora.bank); None if no slot has one."""
         self._device_tables: Tensor | None = None
@@ -106,12 +109,13 @@ class KVCache(StatesInCache, Cache):
         `num_snapshots` are places for recurrent states besides those of slots.
         """
         made = KVCache(num_slots, rows_per_slot, num_pages, self.page_size)
-        made.states = self.states.resized(num_slots + num_snapshots)
+        made.states, made.in_fp8 = self.states.resized(num_slots + num_snapshots), self.in_fp8
         made._fixed = set(self._fixed)
         groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for layer, pair in self.layer_tensors.items():
             for side, tensor in enumerate(pair):
-                kind = (layer in made._fixed, side, tensor.shape[1:], tensor.dtype, tensor.device)
+                dtype = torch.uint8 if self.in_fp8 else tensor.dtype  # not all of torch's copies know FP8
+                kind = (layer in made._fixed, side, tensor.shape[1:], dtype, tensor.device)
                 groups.setdefault(kind, []).append((layer, side))
         places: dict[tuple[int, int], tuple[Tensor, int]] = {}
         rows = made.num_rows
@@ -242,12 +246,13 @@ class KVCache(StatesInCache, Cache):
             return self._update_compiled(step, layer_idx, states)
         views = []
         for side, new in zip(self.layer_tensors[layer_idx], states, strict=True):
+            new = _as_stored(new, side)
             if block.first_row is not None and not step.packed:  # the entries lie side by side
                 side.narrow(0, block.first_row, new.shape[2]).copy_(new[0].transpose(0, 1))
             else:
                 side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
             step.hand_out(side)
-            whole = side.transpose(0, 1)[None]
+            whole = _as_read(side).transpose(0, 1)[None]
             by_row = step.packed or block.table is not None or step.pages is not None
             views.append(whole if by_row else self.of_block(whole, block))
         return views[0], views[1]
@@ -279,8 +284,8 @@ class KVCache(StatesInCache, Cache):
         """As `update`, of whole tensors, as a compiler would copy all memory that views share around each write."""
         block, views = step.blocks[0], []
         for (flat, start), new in zip(self._flat[layer], states, strict=True):
-            flat.index_copy_(0, step.write_rows + start, new.transpose(1, 2).flatten(0, 1))
-            whole = flat.narrow(0, start, self.num_rows).transpose(0, 1)[None]
+            flat.index_copy_(0, step.write_rows + start, _as_stored(new, flat).transpose(1, 2).flatten(0, 1))
+            whole = _as_read(flat).narrow(0, start, self.num_rows).transpose(0, 1)[None]
             views.append(whole if block.table is not None else self.of_block(whole, block))
         return views[0], views[1]
 
@@ -344,7 +349,7 @@ class KVCache(StatesInCache, Cache):
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V in all layers."""
         sides = [side for pair in self.layer_tensors.values() for side in pair]
-        return sum(side[0].numel() * side.element_size() for side in sides)
+        return sum(side[0].numel() * (1 if self.in_fp8 else side.element_size()) for side in sides)
 
     @property
     def num_bytes(self) -> int:
@@ -411,3 +416,16 @@ class KVCache(StatesInCache, Cache):
     def swap_ms(self) -> float:
         """Measured milliseconds to copy a page to host memory and back."""
         return swap_ms(self._pools, self.page_size)
+
+
+def _as_stored(states: Tensor, pool: Tensor) -> Tensor:
+    """K or V as `pool` keeps them: as they are, or in FP8 as bytes."""
+    if pool.dtype is not torch.uint8:
+        return states
+    most = torch.finfo(FP8).max
+    return states.clamp(-most, most).to(FP8).view(torch.uint8)
+
+
+def _as_read(pool: Tensor) -> Tensor:
+    """A pool with the type of its numbers."""
+    return pool.view(FP8) if pool.dtype is torch.uint8 else pool

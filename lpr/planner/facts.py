@@ -147,6 +147,7 @@ class ModelFacts:
     experts_per_token: int
     low_bit: str | None = None
     """The format of a low-bit checkpoint whose linear layers a GPU keeps in few bits."""
+    kv_in_fp8: bool = False
 
     def state_bytes(self, element_size: int, tp: int = 1) -> int:
         """Bytes of the recurrent states of one request, as lpr keeps them on a rank."""

@@ -172,7 +172,7 @@ def kv_token_bytes(facts: ModelFacts, tp: int, element_size: int) -> int:
     """Bytes of K and V of one token in all layers, on one rank."""
     parts = tp if facts.splits_kv else 1
     heads = ((each.count * max(1, each.num_heads // parts), each.key_dim + each.value_dim) for each in facts.kept)
-    return element_size * sum(count * size for count, size in heads)
+    return (1 if facts.kv_in_fp8 else element_size) * sum(count * size for count, size in heads)
 
 
 def kv_entries(decode: DecodeConfig, lp: int, max_length: int) -> int:

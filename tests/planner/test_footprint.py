@@ -381,3 +381,10 @@ def test_the_pool_is_that_of_the_engine() -> None:
     assert all(more > 2 * fewer for fewer, more in zip(without, shared, strict=True) if fewer)
     with pytest.raises(InputError, match="--shared-tokens 2000"):
         make_plan(Args(model="codellama-34b", shared_tokens=2000))
+
+
+def test_keys_and_values_in_8_bits_have_room_for_more_tokens() -> None:
+    plans = [make_plan(Args(model="codellama-34b", gpus=4, kv_dtype=kind)) for kind in ("auto", "fp8")]
+    whole, halves = (plan.rows[-1] for plan in plans)
+    assert 2 * halves.kv_token_bytes == whole.kv_token_bytes
+    assert halves.needs == whole.needs

@@ -123,7 +123,7 @@ def tree_attention(
     scoring, step = Scoring.of(query, **given), current_step()
     if step is not None and step.blocks[0].table is not None:
         check_passed_on(step, key, value)
-        key, value = (step.cache.of_block(each, step.blocks[0]) for each in (key, value))
+        key, value = (step.cache.of_block(each, step.blocks[0]).to(query.dtype) for each in (key, value))
     if not isinstance(attention_mask, list):
         parts = query, key, value, attention_mask, scoring
         out = _attend(*parts) if step is None else _attend_block(step, step.blocks[0], *parts)

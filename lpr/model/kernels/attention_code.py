@@ -29,16 +29,17 @@ def _tanh(x):
 def _absorb(
     query, key_at, value_at, held, visible, acc, top, total, scale, softcap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys into the running softmax: `acc` [M, DV], `top` and `total` [M], scores in powers of two."""
+    """One block of keys into the running softmax: `acc` [M, DV], `top` and `total` [M], scores in powers of two.
+
+    Keys and values of another type (fp8) are multiplied in the query's.
+    """
     if BLOCK_D == D:
         key = tl.load(key_at, mask=held[:, None], other=0.0)
     else:
         key = tl.load(key_at, mask=held[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
-    if UPCAST:
-        key = key.to(tl.float32)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         scores = softcap * _tanh(scores / softcap)
     scores = tl.where(visible, scores * LOG2E, float("-inf"))
@@ -49,8 +50,7 @@ def _absorb(
         value = tl.load(value_at, mask=held[:, None], other=0.0)
     else:
         value = tl.load(value_at, mask=held[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :], other=0.0)
-    if UPCAST:
-        value = value.to(tl.float32)
+    value = value.to(query.dtype)
     acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
     return acc, highest, total * shrink + tl.sum(weights, 1)
 
@@ -166,7 +166,7 @@ def attend(
         acc, top, total = _absorb(
             query, key_at + (row * key_n)[:, None] + dims[None, :],
             value_at + (row * value_n)[:, None] + dims_v[None, :], held, visible, acc, top, total,
-            scale, softcap, D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP, UPCAST,
+            scale, softcap, D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP,
         )  # fmt: skip
     bits_at += (base + token) * num_words
     for block in range(tl.maximum(begin, num_committed), end):
@@ -181,7 +181,7 @@ def attend(
         acc, top, total = _absorb(
             query, key_at + (row * key_n)[:, None] + dims[None, :],
             value_at + (row * value_n)[:, None] + dims_v[None, :], held, visible, acc, top, total,
-            scale, softcap, D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP, UPCAST,
+            scale, softcap, D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP,
         )  # fmt: skip
 
     in_range = token < width

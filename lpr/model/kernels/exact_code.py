@@ -87,7 +87,7 @@ def attend_exactly(
         new_acc, new_top, new_total = _absorb(
             query, key_at + (row * key_n)[:, None] + dims[None, :],
             value_at + (row * value_n)[:, None] + dims_v[None, :], held, visible, acc, top, total, scale, softcap,
-            D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP, UPCAST,
+            D, DV, BLOCK_D, BLOCK_DV, HAS_SOFTCAP,
         )  # fmt: skip
         acc = tl.where(mine[:, None], new_acc, acc)
         top = tl.where(mine, new_top, top)
