@@ -130,6 +130,26 @@ def leaves_of(value: Any) -> list[Any]:
     return [leaf for part in parts for leaf in leaves_of(part)]
 
 
+def plain(value: Any) -> Any:
+    """The same structure of host tensors; most arguments hold no others."""
+    kind = type(value)
+    if kind is OnGpu:
+        return value.held
+    if kind is tuple or kind is list:
+        return kind([plain(part) for part in value])
+    return {key: plain(part) for key, part in value.items()} if kind is dict else held(value)
+
+
+def tensors_of(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Add the tensors of tuples, lists and dictionaries."""
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, torch.Tensor):
+            found.append(part)
+        elif isinstance(part, tuple | list | dict):
+            tensors_of(part, found)
+    return found
+
+
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """The same structure of changed leaves."""
     if isinstance(value, dict):
@@ -156,8 +176,20 @@ def written_places(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
+@cache
+def name_of(func: Any) -> str:
+    return str(func.name().split("::")[-1].split(".")[0])
+
+
+@cache
+def is_view(func: Any) -> bool:
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+
+
 def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[OnGpu]:
-    found = [args[at] if at < len(args) else kwargs.get(name) for at, name in written_places(func)]
+    if not (places := written_places(func)):
+        return []
+    found = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
     return [each for each in leaves_of(found) if isinstance(each, OnGpu)]
 
 
@@ -292,8 +324,8 @@ class PretendGpu(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One operator."""
-        name = func.name().split("::")[-1].split(".")[0]
-        leaves = [each for each in leaves_of((args, kwargs)) if isinstance(each, torch.Tensor)]
+        name = name_of(func)
+        leaves = tensors_of((args, kwargs), [])
         there = [each for each in leaves if isinstance(each, OnGpu)]
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         if not there and (device is None or device.type != "cuda"):
@@ -383,12 +415,15 @@ class PretendGpu(TorchDispatchMode):
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, there: list[OnGpu]) -> Any:
         run, writes = _cuda_only(func, name, args), written_by(func, args, kwargs)
-        if not any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+        if not is_view(func):
             self.settle()
-        if self.capturing is not None and writes:
-            self.capturing.keep(writes)
-        plain_args, plain_kwargs = mapped(held, args), mapped(held, kwargs)
-        result = run(*plain_args, **plain_kwargs)
+        plain_args, plain_kwargs = plain(args), plain(kwargs)
+        if self.capturing is not None and name[-1] == "_" and writes and writes[0].memory.graph is not self.capturing:
+            result = writes[0]  # nothing runs, and nothing that a whole cache would have to be kept for
+        else:
+            if self.capturing is not None and writes:
+                self.capturing.keep(writes)
+            result = run(*plain_args, **plain_kwargs)
         known = {id(each.held): each for each in there}
         memories = {storage(each.held): each.memory for each in there}
         fresh: list[OnGpu] = []
@@ -421,8 +456,11 @@ class PretendGpu(TorchDispatchMode):
         self.num_kernels += 1
         self.settle()
         if self.capturing is not None:
-            self.capturing.keep(writes)
             self.capturing.add(run, (), {}, [], reads, writes)
+            for each in writes:  # nothing runs; indices that lie here are valid
+                if each.memory.graph is self.capturing:
+                    each.held.zero_()
+            return
         with _disable_current_modes(), torch.no_grad():
             run()
         self.use("a kernel", reads, writes)

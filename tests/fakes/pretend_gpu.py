@@ -39,7 +39,7 @@ from tests.fakes.pretend_kernels import (
 from tests.fakes.pretend_streams import Event, RaceError, Stream
 
 __all__ = [
-    "CUDA", "Launched", "OnGpu", "PretendError", "PretendGpu", "RaceError", "gpu", "guard", "held",
+    "CUDA", "Launched", "OnGpu", "PretendError", "PretendGpu", "RaceError", "captured_late", "gpu", "guard", "held",
     "sampling_kernel", "to_gpu",
 ]  # fmt: skip
 
@@ -52,6 +52,12 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ours = tmp_path_factory.getbasetemp()
     load_guard(ours.parent if "PYTEST_XDIST_WORKER" in os.environ else ours)  # which all workers share
     yield
+
+
+@pytest.fixture
+def captured_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are captured when a step first needs them: a start captures 80 others, and has its own tests."""
+    monkeypatch.setattr("lpr.model.graphs.MOST_COMMON", 0)
 
 
 @pytest.fixture
