@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from lpr.model import step_inputs
+from lpr.model import graph_inputs, step_inputs
 from lpr.model.moves import gpu_mover
 from lpr.model.sampling.choice import TRIED, gpu_likeliest, gpu_pick
 from tests.fakes.pretend_device import CUDA, OnGpu, PretendError, PretendGpu, current_gpu, held, to_gpu
@@ -40,7 +40,7 @@ from tests.fakes.pretend_streams import Event, RaceError, Stream
 
 __all__ = [
     "CUDA", "Launched", "OnGpu", "PretendError", "PretendGpu", "RaceError", "captured_late", "gpu", "guard", "held",
-    "sampling_kernel", "to_gpu",
+    "sampling_kernel", "short_steps", "to_gpu",
 ]  # fmt: skip
 
 
@@ -56,8 +56,19 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def captured_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are captured when a step first needs them: a start captures 80 others, and has its own tests."""
-    monkeypatch.setattr("lpr.model.graphs.MOST_COMMON", 0)
+    """All graphs but the first, before which the model is looked at, are captured when a step first needs them.
+
+    A start captures 80 others, and has its own tests.
+    """
+    monkeypatch.setattr("lpr.model.graphs.MOST_COMMON", 1)
+
+
+@pytest.fixture
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed steps have at most 256 entries, and more are evaluated directly: a start captures none of 2,048."""
+    short = tuple(size for size in graph_inputs.PACKED_BUCKETS if size <= 256)
+    for name in ("graph_inputs", "graphs", "runner", "reserve"):
+        monkeypatch.setattr(f"lpr.model.{name}.PACKED_BUCKETS", short)
 
 
 @pytest.fixture

@@ -34,20 +34,22 @@ from tests.fakes.pretend_gpu import (
     OnGpu,
     PretendError,
     PretendGpu,
+    captured_late,
     gpu,
     guard,
     held,
     sampling_kernel,
+    short_steps,
     to_gpu,
 )
 from tests.fakes.pretend_graphs import Graph
 from tests.fakes.pretend_streams import Event
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
-__all__ = ["gpu", "guard"]
+__all__ = ["captured_late", "gpu", "guard", "short_steps"]
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
-DECODE = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=2, prefill_chunk=64, max_length=192, kv_tokens=1024)
+DECODE = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=2, prefill_chunk=64, max_length=128, kv_tokens=512)
 GREEDY = [SamplingParams(max_new_tokens=16)] * len(PROMPTS)
 MIXED = [
     SamplingParams(
@@ -113,6 +115,7 @@ def check(
     return engine
 
 
+@pytest.mark.usefixtures("short_steps")
 def test_kernel_and_graphs(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
     engine = check(gpu, model, expected, ("greedy", "mixed"))
     assert gpu.num_kernels and gpu.num_replays > 10
@@ -121,6 +124,7 @@ def test_kernel_and_graphs(gpu: PretendGpu, model: PreTrainedModel, expected: di
     assert gpu.num_captures == engine.model.num_captures, "nothing was captured after the start"
 
 
+@pytest.mark.usefixtures("short_steps")
 def test_prompts_and_trees_are_one_captured_step(
     gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +140,7 @@ def test_prompts_and_trees_are_one_captured_step(
         return found
 
     monkeypatch.setattr(GraphForward, "evaluate", noted)
-    decode = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=4, prefill_chunk=32)
+    decode = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=4, prefill_chunk=32, max_length=128, kv_tokens=512)
     engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=decode, swap_space=0)
     captured = gpu.num_captures
     assert ids(engine, MIXED) == expected["mixed"]
@@ -147,12 +151,14 @@ def test_prompts_and_trees_are_one_captured_step(
 
 
 @pytest.mark.parametrize("options", [{"graphs": False}, {"attention": "sdpa"}], ids=str)
+@pytest.mark.usefixtures("captured_late")
 def test_without_graphs_and_without_the_kernel(
     options: dict[str, Any], gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]
 ) -> None:
     check(gpu, model, expected, ("mixed",), SMALL, **options)
 
 
+@pytest.mark.usefixtures("captured_late")
 def test_processors(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
     """One wait a step, as every other step has. The faults below are looked for in such an engine."""
     replays = gpu.num_replays
@@ -192,6 +198,7 @@ def choices_in_the_order_of_depths(patch: pytest.MonkeyPatch) -> None:
     "fault",
     [a_processor_that_waits, processors_along_the_path, paths_of_other_nodes, choices_in_the_order_of_depths],
 )
+@pytest.mark.usefixtures("captured_late")
 def test_faults_of_processors_are_noticed(
     fault: Callable[[pytest.MonkeyPatch], None],
     gpu: PretendGpu,
@@ -225,13 +232,14 @@ def test_a_processor_that_fails_for_all_nodes_is_asked_along_the_path(gpu: Prete
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
+@pytest.mark.usefixtures("captured_late")
 def test_a_dropped_engine_frees_graphs_and_cache_at_once(is_closed: bool, gpu: PretendGpu) -> None:
     model = to_gpu(tiny_model(num_hidden_layers=1))
     assert left_of_an_engine(lambda: Engine.from_model(model, decode=SMALL), is_closed) == ["Model"]
     assert gpu.num_replays
 
 
-SMALL = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=1, prefill_chunk=64, max_length=192, kv_tokens=1024)
+SMALL = DecodeConfig(window_size=3, trie_nodes=12, max_batch_size=1, prefill_chunk=64, max_length=128, kv_tokens=512)
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
     "gemma2": {"sliding_window": 9, "head_dim": 16},
@@ -248,19 +256,19 @@ class StrangeError(Exception):
     """As compilers and drivers raise them."""
 
 
+@pytest.mark.usefixtures("captured_late")
 def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
     def rank(comm: ThreadComm) -> list[list[int]]:
         with PretendGpu() as machine:
             machine.memory = machine.memory[0] * 2, machine.memory[1] * 2  # which two ranks of one process share
             engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=SMALL, comm=comm)
             assert engine.model.graphs is not None
-            captured = machine.num_captures
             machine.events.clear()
             comm.gathered_bytes.clear()
             found = ids(engine, MIXED)
             assert machine.count("wait") == machine.count("pageable") == 0, machine.events
             assert machine.count("read") == len(comm.gathered_bytes) > 3, "exactly one wait a step"
-            assert machine.num_captures == captured and engine.model.graph_reason is None
+            assert engine.model.graph_reason is None and machine.num_captures == engine.model.num_captures > 3
             return found
 
     for found in run_ranks(ThreadWorld(2), rank):
@@ -335,7 +343,7 @@ def a_constant_of_the_host(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, scores = inner(logits, k)
-        return tokens, scores * torch.tensor([1] * scores.shape[1], device=logits.device)
+        return tokens, scores * torch.tensor([1] * scores.shape[1], dtype=scores.dtype, device=logits.device)
 
     patch.setattr(lpr.model.sampling.sampler, "candidates", mutant)
 
@@ -365,6 +373,7 @@ def results_nobody_waited_for(patch: pytest.MonkeyPatch) -> None:
         (pageable_copies, {}),
     ],
 )
+@pytest.mark.usefixtures("captured_late")
 def test_faults_are_noticed(
     fault: Callable[[pytest.MonkeyPatch], None],
     options: dict[str, Any],
@@ -402,6 +411,7 @@ def test_the_specification_of_sampling_stays_on_the_device(
 
 
 @pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.usefixtures("captured_late")
 def test_memory_for_pages_on_the_host_is_pinned_before_the_first_request(
     fault: bool, gpu: PretendGpu, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,6 +437,7 @@ def test_memory_for_pages_on_the_host_is_pinned_before_the_first_request(
 
 
 @pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.usefixtures("captured_late")
 def test_copies_to_the_device_are_few(
     fault: bool, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
@@ -435,7 +446,7 @@ def test_copies_to_the_device_are_few(
     place = GraphForward._place
     apart = lambda self, *how: (self.cache.device_tables(self.adapter.device), place(self, *how))[1]  # noqa: E731
     monkeypatch.setattr(GraphForward, "_place", apart if fault else place)
-    decode = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=4, prefill_chunk=64, max_length=192)
+    decode = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=4, prefill_chunk=64, max_length=128)
     engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=decode, swap_space=0)
     commits: list[int] = []
     move = KVCache.move
