@@ -35,12 +35,24 @@ from tests.fakes.pretend_kernels import (
     rms_norm,
     rotate,
     sampling_kernel,
+    without_a_check,
 )
 from tests.fakes.pretend_streams import Event, RaceError, Stream
 
 __all__ = [
-    "CUDA", "Launched", "OnGpu", "PretendError", "PretendGpu", "RaceError", "captured_late", "gpu", "guard", "held",
-    "sampling_kernel", "short_steps", "to_gpu",
+    "CUDA",
+    "Launched",
+    "OnGpu",
+    "PretendError",
+    "PretendGpu",
+    "RaceError",
+    "gpu",
+    "guard",
+    "held",
+    "quick_start",
+    "sampling_kernel",
+    "short_steps",
+    "to_gpu",
 ]  # fmt: skip
 
 
@@ -55,12 +67,13 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def captured_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All graphs but the first, before which the model is looked at, are captured when a step first needs them.
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No self-check, and all graphs but the first, before which the model is looked at, are captured when needed.
 
-    A start captures 80 others, and has its own tests.
+    A start captures 80 others. It has its own tests, as the self-check has.
     """
     monkeypatch.setattr("lpr.model.graphs.MOST_COMMON", 1)
+    monkeypatch.setattr("lpr.engine.prepare.self_check", without_a_check)
 
 
 @pytest.fixture

@@ -34,10 +34,10 @@ from tests.fakes.pretend_gpu import (
     OnGpu,
     PretendError,
     PretendGpu,
-    captured_late,
     gpu,
     guard,
     held,
+    quick_start,
     sampling_kernel,
     short_steps,
     to_gpu,
@@ -46,7 +46,7 @@ from tests.fakes.pretend_graphs import Graph
 from tests.fakes.pretend_streams import Event
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
-__all__ = ["captured_late", "gpu", "guard", "short_steps"]
+__all__ = ["gpu", "guard", "quick_start", "short_steps"]
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(90)]]
 DECODE = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=2, prefill_chunk=64, max_length=128, kv_tokens=512)
@@ -140,7 +140,10 @@ def test_prompts_and_trees_are_one_captured_step(
         return found
 
     monkeypatch.setattr(GraphForward, "evaluate", noted)
-    decode = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=4, prefill_chunk=32, max_length=128, kv_tokens=512)
+    how = {"max_batch_size": 4, "prefill_chunk": 32, "max_length": 128, "kv_tokens": 512}
+    decode = DecodeConfig(window_size=5, trie_nodes=16, **how)
+        window_size=5, trie_nodes=16, max_batch_size=4, prefill_chunk=32, max_length=128, kv_tokens=512
+    )
     engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=decode, swap_space=0)
     captured = gpu.num_captures
     assert ids(engine, MIXED) == expected["mixed"]
@@ -151,14 +154,14 @@ def test_prompts_and_trees_are_one_captured_step(
 
 
 @pytest.mark.parametrize("options", [{"graphs": False}, {"attention": "sdpa"}], ids=str)
-@pytest.mark.usefixtures("captured_late")
+@pytest.mark.usefixtures("quick_start")
 def test_without_graphs_and_without_the_kernel(
     options: dict[str, Any], gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]
 ) -> None:
     check(gpu, model, expected, ("mixed",), SMALL, **options)
 
 
-@pytest.mark.usefixtures("captured_late")
+@pytest.mark.usefixtures("quick_start")
 def test_processors(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
     """One wait a step, as every other step has. The faults below are looked for in such an engine."""
     replays = gpu.num_replays
@@ -198,7 +201,7 @@ def choices_in_the_order_of_depths(patch: pytest.MonkeyPatch) -> None:
     "fault",
     [a_processor_that_waits, processors_along_the_path, paths_of_other_nodes, choices_in_the_order_of_depths],
 )
-@pytest.mark.usefixtures("captured_late")
+@pytest.mark.usefixtures("quick_start")
 def test_faults_of_processors_are_noticed(
     fault: Callable[[pytest.MonkeyPatch], None],
     gpu: PretendGpu,
@@ -232,7 +235,7 @@ def test_a_processor_that_fails_for_all_nodes_is_asked_along_the_path(gpu: Prete
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-@pytest.mark.usefixtures("captured_late")
+@pytest.mark.usefixtures("quick_start")
 def test_a_dropped_engine_frees_graphs_and_cache_at_once(is_closed: bool, gpu: PretendGpu) -> None:
     model = to_gpu(tiny_model(num_hidden_layers=1))
     assert left_of_an_engine(lambda: Engine.from_model(model, decode=SMALL), is_closed) == ["Model"]
@@ -256,7 +259,7 @@ class StrangeError(Exception):
     """As compilers and drivers raise them."""
 
 
-@pytest.mark.usefixtures("captured_late")
+@pytest.mark.usefixtures("quick_start")
 def test_ranks_with_a_gpu_each(gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]) -> None:
     def rank(comm: ThreadComm) -> list[list[int]]:
         with PretendGpu() as machine:
@@ -373,7 +376,7 @@ def results_nobody_waited_for(patch: pytest.MonkeyPatch) -> None:
         (pageable_copies, {}),
     ],
 )
-@pytest.mark.usefixtures("captured_late")
+@pytest.mark.usefixtures("quick_start")
 def test_faults_are_noticed(
     fault: Callable[[pytest.MonkeyPatch], None],
     options: dict[str, Any],
@@ -411,7 +414,7 @@ def test_the_specification_of_sampling_stays_on_the_device(
 
 
 @pytest.mark.parametrize("fault", [False, True])
-@pytest.mark.usefixtures("captured_late")
+@pytest.mark.usefixtures("quick_start")
 def test_memory_for_pages_on_the_host_is_pinned_before_the_first_request(
     fault: bool, gpu: PretendGpu, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,7 +440,7 @@ def test_memory_for_pages_on_the_host_is_pinned_before_the_first_request(
 
 
 @pytest.mark.parametrize("fault", [False, True])
-@pytest.mark.usefixtures("captured_late")
+@pytest.mark.usefixtures("quick_start")
 def test_copies_to_the_device_are_few(
     fault: bool, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,

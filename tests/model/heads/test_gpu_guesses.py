@@ -17,10 +17,10 @@ from lpr.model.heads import guesses
 from lpr.model.heads.guesses import Chain, Guesser
 from lpr.model.loader import Loaded
 from lpr.model.step_inputs import Row
-from tests.fakes.pretend_gpu import PretendGpu, captured_late, gpu, guard, to_gpu
+from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, quick_start, to_gpu
 from tests.model.heads.test_heads import PARAMS, PROMPTS, ids, loaded, plain
 
-__all__ = ["captured_late", "gpu", "guard", "loaded", "plain"]
+__all__ = ["gpu", "guard", "loaded", "plain", "quick_start"]
 
 SIZES: dict[str, Any] = {"window_size": 0, "trie_nodes": 16, "max_batch_size": 3, "prefill_chunk": 64}
 DECODE = DecodeConfig(**SIZES, max_length=64, kv_tokens=512, draft_heads="on")
@@ -85,7 +85,7 @@ def all_paths_alike(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [None, at_each_depth, unknown_ancestors, noise_of_the_second_depth, all_paths_alike])
-@pytest.mark.usefixtures("captured_late")
+@pytest.mark.usefixtures("quick_start")
 def test_drafts_are_those_of_a_cpu_and_the_host_waits_once(
     fault: Any, loaded: Loaded, plain: list[list[int]], gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
