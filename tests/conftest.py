@@ -43,6 +43,7 @@ from lpr.model.runner import TreeModel
 from lpr.planner import facts
 from lpr.serve import sandbox
 from tests.fakes.models import tiny_model
+from tests.fakes.quick_interpreter import patch_interpreter
 
 sys.dont_write_bytecode = False
 # Behind the workers of a full machine a sandbox would do nothing for seconds.
@@ -80,36 +81,8 @@ def known_facts(config: PretrainedConfig, name: str) -> facts.ModelFacts:
 facts.facts_of = known_facts
 
 
-def patch_once_a_launch() -> None:
-    """Let Triton's interpreter replace the language's functions once a launch for the functions of one module.
-
-    It does so in every call of one jitted function by another, which was a quarter of the time of these tests.
-    """
-    from triton.runtime import interpreter
-
-    launch, call = interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__
-    patched = list[set[int]]()
-
-    def outer(self: Any, *args: Any, **kwargs: Any) -> None:
-        patched.append(set())
-        try:
-            launch(self, *args, **kwargs)
-        finally:
-            patched.pop()
-
-    def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module = id(self.fn.__globals__)
-        if patched and module in patched[-1]:
-            return self.rewrite()(*args, **kwargs)
-        if patched:
-            patched[-1].add(module)
-        return call(self, *args, **kwargs)
-
-    interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__ = outer, inner  # type: ignore[method-assign]
-
-
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-    patch_once_a_launch()
+    patch_interpreter()
 
 
 @atexit.register

@@ -354,6 +354,8 @@ def few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "olmo_hybrid", {**kinds, **few, "linear_num_key_heads": 2})
 
     monkeypatch.setattr("lpr.engine.prepare.self_check", without_a_check)
+    # The kernels that sample have their own tests; the interpreter takes ten seconds to try them.
+    monkeypatch.setattr("lpr.model.sampling.choice.tried_logits", lambda _: iter(()))
 
 
 @pytest.mark.parametrize("name", ["jamba"])
