@@ -44,7 +44,7 @@ from tests.fakes.compared import PLAIN, SHAPES, Group, Worlds
 from tests.fakes.rewriting import merge_projections
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]
-PARAMS = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(2) for _ in PROMPTS]
+PARAMS = [SamplingParams(max_new_tokens=16, temperature=0.8 * (i % 2), seed=i) for i in range(2) for _ in PROMPTS]
 FEW = [replace(each, max_new_tokens=12) for each in PARAMS]
 DECODE = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=3)
 
@@ -69,6 +69,10 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     plain = DecodeConfig.autoregressive(max_batch_size=3)
     engine = Engine.from_pretrained(case["model"], plain, comm=comm, tp_backend=case["backend"])
     assert engine.tokenizer is None
+    if case.get("fault") == "state":  # which ends the job
+        engine.configure(DECODE)
+        inject("state", engine, comm)
+        engine.generate(PROMPTS * 2, PARAMS)
     inputs = torch.tensor(PROMPTS[2:])
     with torch.no_grad(), CountCollectives() as counted:
         logits = engine.model.model(input_ids=inputs, use_cache=False).logits
@@ -150,24 +154,29 @@ def drafting_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     finally:
         split_heads.Cut.places, parallel.own_plan = places, plan  # type: ignore[method-assign]
     done, before = engine.generate(PROMPTS * 2, PARAMS), engine.scheduler.counts.hits
-    again, hits = engine.generate(PROMPTS * 2, PARAMS), engine.scheduler.counts.hits - before
     cache = engine.model.cache
     assert cache is not None
+    found = {
+        "weight_bytes": sum(local(each).nbytes for each in engine.model.model.parameters()),
+        "token_ids": [each.token_ids for each in done],
+        "state_bytes": engine.replica.like.states.bytes_per_place,
+    }
+    if case.get("fault"):
+        return found
+    again, hits = engine.generate(PROMPTS * 2, PARAMS), engine.scheduler.counts.hits - before
     token_bytes = cache.bytes_per_token
     engine.configure(replace(DECODE, kv_tokens=144 + 48 * comm.size, max_length=112))
     crowded = engine.generate(PROMPTS[2:] * 3, PARAMS[2:3] * 3)
     return {
+        **found,
         "same_again": [each.token_ids for each in again] == [each.token_ids for each in done],
         "crowded_ids": [each.token_ids for each in crowded],
         "preemptions": engine.scheduler.counts.preemptions,
         "hits": hits,
-        "weight_bytes": sum(local(each).nbytes for each in engine.model.model.parameters()),
         "token_bytes": token_bytes,
-        "token_ids": [each.token_ids for each in done],
         "steps": sum(each.stats.num_steps for each in done),
         "mesh": [comm.size, comm.tp_size],
         "shapes": local_shapes(engine.model.model),
-        "state_bytes": engine.replica.like.states.bytes_per_place,
     }
 
 

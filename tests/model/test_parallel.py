@@ -94,7 +94,7 @@ def check_exact(results: dict[str, dict[str, object]], models: dict[str, PreTrai
         assert found["token_ids"] == found["expected"], name
         # Two all-reduces for each of 2 layers, one for the embedding where that is split, and the logits.
         assert found["collectives"] == (5 if name.endswith("deepspeed") else 6)
-        assert found["num_steps"] < 6 * 24, "drafts were accepted"  # type: ignore[operator]
+        assert found["num_steps"] < 6 * 16, "drafts were accepted"  # type: ignore[operator]
         in_parts = not name.endswith("deepspeed")  # which splits the head along its input
         assert found["same_as_gathered"] and (found["first_token"] is not None) == in_parts, name
         assert (found["not_compiled"] is None) == in_parts, "deepspeed's layers are its own"
@@ -158,7 +158,6 @@ def check_two_replicas(
 ) -> None:  # fmt: skip
     runs = {
         "llama/lie": ("llama", "transformers", "lie"),  # which changes nothing
-        "low_bit/t": ("low_bit", "transformers"),
         **more,
         "llama/state": ("llama", "transformers", "state"),
     }

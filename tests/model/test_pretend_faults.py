@@ -426,7 +426,7 @@ def test_a_gathers_copy_is_launched_before_the_others_come(
 
     def meet(each: Gathering, rank: int, event: threading.Event) -> Any:
         if rank:
-            event.wait(20)
+            event.wait(1)  # whose setting a fault may hinder
         found = []
         for _ in range(3):
             wait = each.group.begin_gather(each.payload)

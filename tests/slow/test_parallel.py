@@ -170,7 +170,8 @@ def test_exact_mode_of_two_processes_gives_the_bits_of_one(folders: dict[str, Pa
 def test_two_replicas_of_two_ranks_and_every_kind_of_layer(
     models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    check_two_replicas(models, folders, tmp_path, {"opt/deepspeed": ("opt", "deepspeed")}, tuple(TREES))
+    more = {"low_bit/t": ("low_bit", "transformers"), "opt/deepspeed": ("opt", "deepspeed")}
+    check_two_replicas(models, folders, tmp_path, more, tuple(TREES))
 
 
 @pytest.mark.skipif(
