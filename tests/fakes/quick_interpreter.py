@@ -78,9 +78,12 @@ def patch_types() -> None:
         self.name = f"<{text}, {element_ty}>"
 
     core.block_type.__init__ = block
-    core.block_type.__eq__ = lambda self, other: (  # type: ignore[method-assign, assignment]
-        type(other) is core.block_type and self.shape is other.shape and self.element_ty == other.element_ty
-    ) or are_equal_blocks(self, other)
+    core.block_type.__eq__ = lambda self, other: (
+        (  # type: ignore[method-assign, assignment]
+            type(other) is core.block_type and self.shape is other.shape and self.element_ty == other.element_ty
+        )
+        or are_equal_blocks(self, other)
+    )
     core.dtype.__eq__ = lambda self, other: self is other or are_equal(self, other)  # type: ignore[method-assign, assignment]
 
     sizes: dict[tuple[int, ...], tuple[Any, Any]] = {}

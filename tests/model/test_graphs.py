@@ -87,7 +87,7 @@ def test_no_two_entries_of_a_captured_step_are_written_to_one_row(
     assert all(len(rows) == len(set(rows)) for rows in written)
 
 
-@pytest.mark.parametrize("num_ranks", [3])
+@pytest.mark.parametrize("num_ranks", [2])
 def test_the_same_text_on_several_ranks(
     model: PreTrainedModel, expected: dict[str, list[list[int]]], num_ranks: int
 ) -> None:
@@ -376,13 +376,14 @@ def to_meta(engine: Engine) -> None:
     engine.replica.watch.note()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("num_ranks, graphs", [(1, True), (2, False)])
 def test_a_step_waits_for_the_device_once(num_ranks: int, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     comm = BlindComm(num_ranks)
     # Every rank drafts every tree, as results that are made up hold none.
-    decode = DecodeConfig(window_size=5, trie_nodes=24, max_batch_size=3, home_ranks=0)
-    engine = Engine.from_model(tiny_model(), decode=decode, comm=comm, attention="sdpa", swap_space=0)
+    decode = DecodeConfig(window_size=5, trie_nodes=16, max_batch_size=3, max_length=256, home_ranks=0)
+    engine = Engine.from_model(
+        tiny_model(num_hidden_layers=1), decode=decode, comm=comm, attention="sdpa", swap_space=0
+    )
     to_meta(engine)
     moved = []
     move = KVCache.move

@@ -142,8 +142,6 @@ def test_prompts_and_trees_are_one_captured_step(
     monkeypatch.setattr(GraphForward, "evaluate", noted)
     how = {"max_batch_size": 4, "prefill_chunk": 32, "max_length": 128, "kv_tokens": 512}
     decode = DecodeConfig(window_size=5, trie_nodes=16, **how)
-        window_size=5, trie_nodes=16, max_batch_size=4, prefill_chunk=32, max_length=128, kv_tokens=512
-    )
     engine = Engine.from_model(to_gpu(copy.deepcopy(model)), decode=decode, swap_space=0)
     captured = gpu.num_captures
     assert ids(engine, MIXED) == expected["mixed"]

@@ -50,12 +50,9 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "PagedAttention", None)
 
 
-WAYS = [NATIVE, "torch"]
-
-
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=[NATIVE])
 def attention(request: pytest.FixtureRequest) -> str:
-    """Both ways to attend."""
+    """The ways to attend; tests/slow has torch's too."""
     if request.param == "torch":
         request.getfixturevalue("by_torch")
     return str(request.param)
