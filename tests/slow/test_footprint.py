@@ -10,8 +10,14 @@ import sys
 import pytest
 
 from lpr.planner.footprint import kv_token_bytes, weight_bytes
+from tests.fakes.again import again
 from tests.fakes.paths import ROOT
+from tests.planner import test_footprint as fast
 from tests.planner.test_footprint import FAMILIES, tiny_facts
+
+test_presets_have_the_published_parameters = again(
+    fast.test_presets_have_the_published_parameters, "name", fast.PUBLISHED, without=fast.SMALL
+)
 
 
 def test_shards_are_those_of_transformers() -> None:

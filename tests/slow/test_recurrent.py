@@ -7,13 +7,15 @@ from itertools import product
 import pytest
 import torch
 
-from lpr import native
+from lpr import Engine, native
+from tests.dist import test_survivors as survivors
 from tests.fakes.again import again
 from tests.fakes.compared import SHAPES
+from tests.fakes.elastic_world import ElasticWorld, Fault
 from tests.model.exact import test_check as exact
 from tests.model.exact.test_check import DTYPES
 from tests.model.recurrent import test_recurrent as fast
-from tests.model.recurrent.test_recurrent import hybrid
+from tests.model.recurrent.test_recurrent import hybrid, shared_model
 
 test_greedy_ids_equal_transformers = again(
     fast.test_greedy_ids_equal_transformers, "name", fast.KINDS, without=fast.SOME
@@ -56,3 +58,20 @@ def test_exact_scans_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(by_torch, natively, rtol=1e-4, atol=1e-4)
     assert torch.equal(exact.in_pieces(runner, exact.TEXT[:40], [1] * 40), by_torch)
     exact.check_trees(runner, 1)
+
+
+def test_a_rank_dies_and_others_join() -> None:
+    """Survivors keep their states, and what a newcomer lacks is its pending chain."""
+    model = shared_model("qwen3_next")
+    done = Engine.from_model(model, decode=survivors.DECODE).generate(survivors.PROMPTS, survivors.PARAMS)
+    expected = [each.token_ids for each in done]
+    first = survivors.run_start(model)
+    job = survivors.Job(model)
+    world = survivors.run(job, Fault(0, first + 9, 0, True, frozenset({2})))
+    assert world.died == {0} and survivors.texts(job) == expected
+    joined = survivors.JoinedJob(model)
+    joined.world = ElasticWorld(2)
+    for replica in range(2):
+        joined.world.start(replica, joined)
+    joined.world.join()
+    assert max(joined.widths) == 4 and survivors.texts(joined) == expected

@@ -29,9 +29,7 @@ from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.model.step_inputs import Row, current_step
-from tests.dist import test_survivors as survivors
 from tests.fakes.compared import Group, Worlds
-from tests.fakes.elastic_world import ElasticWorld, Fault
 from tests.fakes.worlds import ThreadComm, ThreadWorld, generate_on, run_ranks
 from tests.model.exact import test_check as exact
 
@@ -550,20 +548,3 @@ def test_half_precision(name: str) -> None:
     plain = Engine.from_model(model, decode=DecodeConfig.autoregressive()).generate(few, params)
     pairs = zip(drafted, [done.token_ids for done in plain], strict=True)
     assert sum(sum(map(eq, *pair)) for pair in pairs) > 0.5 * 16 * len(few)
-
-
-def test_a_rank_dies_and_others_join() -> None:
-    """Survivors keep their states, and what a newcomer lacks is its pending chain."""
-    model = shared_model("qwen3_next")
-    done = Engine.from_model(model, decode=survivors.DECODE).generate(survivors.PROMPTS, survivors.PARAMS)
-    expected = [each.token_ids for each in done]
-    first = survivors.run_start(model)
-    job = survivors.Job(model)
-    world = survivors.run(job, Fault(0, first + 9, 0, True, frozenset({2})))
-    assert world.died == {0} and survivors.texts(job) == expected
-    joined = survivors.JoinedJob(model)
-    joined.world = ElasticWorld(2)
-    for replica in range(2):
-        joined.world.start(replica, joined)
-    joined.world.join()
-    assert max(joined.widths) == 4 and survivors.texts(joined) == expected

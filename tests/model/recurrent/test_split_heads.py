@@ -28,8 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "columns": ("bamba", TWO_GROUPS, "columns"),
     "whole": ("qwen3_5_text", {}, "whole"),
 }
-FEW = ("qwen3_5_text", "columns")
-"""Cases of the fast suite; tests/slow has all."""
+"""Jobs of processes, which tests/slow/test_parallel.py starts."""
 
 
 def model_of(name: str, **sizes: Any) -> Any:
@@ -61,10 +60,6 @@ def check(cases: dict[str, tuple[str, dict[str, Any], str]], tmp_path: Path, num
                 assert found["token_bytes"] == kv_token_bytes(facts, 2, 4)
         held = [report[f"trees/{key}"]["weight_bytes"] for report in reports]
         assert (max(held) == weight_bytes(facts, 2, 4)) == (fault != "whole"), (key, held)
-
-
-def test_ids_states_snapshots_and_preemption(tmp_path: Path) -> None:
-    check({name: CASES[name] for name in FEW}, tmp_path)
 
 
 def test_a_rank_has_the_same_share_of_every_part() -> None:

@@ -12,7 +12,6 @@ import lpr
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
 from lpr.core.grammar import matcher
 from lpr.core.noise_keys import noise_key
-from lpr.model.loader import load
 from lpr.model.sampling import grammar as grammar_module
 from lpr.model.sampling.specification import gumbel
 from tests.fakes.models import tiny_model
@@ -204,26 +203,6 @@ def test_an_output_keeps_to_its_grammar_and_equals_plain_decoding(bundled, tempe
             found = json.loads(done.text)
             assert set(found) == {"name", "kind", "n"} and found["kind"] in ("one", "two")
     assert any(done.finish_reason == "stop" for done in drafted)
-
-
-def test_ranks_keep_to_a_grammar_together(bundled):
-    params = SamplingParams(max_new_tokens=20, temperature=0.9, seed=1, grammar=REGEX)
-    loaded = load(lpr.bundled_model(), "float32")
-
-    def program(comm):
-        own = copy.deepcopy(loaded.model)
-        engine = Engine.from_model(own, loaded.tokenizer, DecodeConfig(window_size=3), comm=comm)
-        if comm.rank:
-            engine.work()
-            return None
-        done = engine.generate(["# code\n", "class A:\n"], params)
-        engine.close()
-        return done
-
-    done = run_ranks(ThreadWorld(2), program)[0]
-    alone = bundled["plain"].generate(["# code\n", "class A:\n"], params)
-    assert [each.token_ids for each in done] == [each.token_ids for each in alone]
-    assert all(each.error is None for each in done)
 
 
 def test_a_bad_grammar_is_refused(bundled):
