@@ -17,7 +17,7 @@ from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.rewrite.merged_linear import PackedLinear
 from tests.fakes.again import again
 from tests.fakes.models import tiny_model
-from tests.fakes.pretend_gpu import OnGpu, PretendGpu, gpu, guard, held, to_gpu
+from tests.fakes.pretend_gpu import OnGpu, PretendGpu, gpu, guard, held, short_steps, to_gpu
 from tests.model import test_pretend_gpu as fast
 from tests.model.test_pretend_gpu import (
     DECODE,
@@ -32,6 +32,8 @@ from tests.model.test_pretend_gpu import (
     ids,
     model,
 )
+
+pytestmark = pytest.mark.usefixtures("short_steps")
 
 
 @pytest.mark.parametrize(
