@@ -8,10 +8,12 @@ import gc
 import importlib.util
 import json
 import os
+import ssl
 import sys
 import tempfile
 from collections.abc import Generator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 # Tiny matrices gain nothing from a second thread, and ranks that are threads or processes would fight for the cores.
@@ -31,6 +33,7 @@ if not os.path.exists("/dev/nvidiactl"):
 
 import psutil
 import pytest
+from httpx._transports import default as httpx_transport
 from hypothesis import settings
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -67,6 +70,23 @@ for each in ("ENOUGH", "PATIENCE", "LONGER", "AGREE"):  # which do not agree are
     setattr(sizing, each, 0.0)
 
 
+CONTEXT_OF = httpx_transport.create_ssl_context
+
+
+@cache
+def shared_context(trust_env: bool) -> ssl.SSLContext:
+    return CONTEXT_OF(trust_env=trust_env)
+
+
+def context_of(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+    """httpx's TLS context, made once for clients that ask for nothing special.
+
+    Each `httpx.get` made one and read all authorities for it: a quarter of the processor time of the service's tests.
+    """
+    return shared_context(trust_env) if verify is True and cert is None else CONTEXT_OF(verify, cert, trust_env)
+
+
+httpx_transport.create_ssl_context = context_of
 FACTS_OF, KNOWN = facts.facts_of, dict[tuple[type, str], facts.ModelFacts]()
 
 
