@@ -45,6 +45,7 @@ from lpr.engine import sizing
 from lpr.model.runner import TreeModel
 from lpr.planner import facts
 from lpr.serve import sandbox
+from tests.fakes.known_checks import check_once  # noqa: F401 (a fixture)
 from tests.fakes.models import tiny_model
 from tests.fakes.quick_interpreter import patch_interpreter
 
@@ -155,6 +156,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+CHECKED_ONCE = ("benchmarks", "cli", "dist", "drop_in", "engine", "fleet", "sched", "serve")
 RESIDENT = [0]
 """Bytes of this process when its memory was last given back."""
 
@@ -204,6 +206,13 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> None:
         return draft
 
     monkeypatch.setattr(lpr.engine.step, "draft_step", verified_step)
+
+
+@pytest.fixture(autouse=True)
+def checks_at_load(request: pytest.FixtureRequest) -> None:
+    """Where tests are not about the check at load, it is made once for each kind of model."""
+    if request.node.nodeid.split("/")[1] in CHECKED_ONCE:
+        request.getfixturevalue("check_once")
 
 
 def as_specified(tree: Any) -> TokenTree:

@@ -19,8 +19,9 @@ import httpx
 START = 180.0
 """Seconds that a loaded machine may take."""
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
-SMALL = ("--window-size", "0", "--trie-nodes", "8", "--max-batch-size", "2")
+SIZES = ("--window-size", "0", "--trie-nodes", "8")
 """Flags of a service whose sizes need not be measured when it starts."""
+SMALL = (*SIZES, "--max-batch-size", "2")
 TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}def {% endif %}"

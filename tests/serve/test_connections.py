@@ -71,6 +71,8 @@ def running(kind, most=8, tls=None):
     )  # fmt: skip
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
+    ended = asyncio.Event()
+    server.main_loop = ended.wait  # uvicorn's own looks ten times a second whether it ends
 
     async def serve():
         serving = asyncio.create_task(server.serve([]))
@@ -96,7 +98,7 @@ def running(kind, most=8, tls=None):
 
     def end():
         listening.close()
-        server.should_exit = True
+        ended.set()
 
     try:
         yield SimpleNamespace(app=app, connect=connect, ask=ask, loop=loop, is_set_up=is_set_up)

@@ -12,7 +12,7 @@ import pytest
 
 import lpr
 from tests.fakes import other_clients as clients
-from tests.fakes.serving import make_model, serving
+from tests.fakes.serving import SIZES, make_model, serving
 
 PROMPTS = (
     "def fibonacci(n):\n    ",
@@ -297,7 +297,8 @@ def sigterm_finishes_what_is_open_and_leaves_nothing(service, engine):
 
 
 def test_two_ranks(model, engine):
-    with serving(model, "--served-model-name", "tiny", "--max-batch-size", "4", lp=2) as service:
+    flags = ("--served-model-name", "tiny", "--max-batch-size", "4")
+    with serving(model, *flags, *SIZES, lp=2) as service:
         texts_equal_generate_under_concurrency_with_prefix_hits_and_cancelled_neighbours(service, engine, 12)
         a_stream_is_the_same_text_in_one_event_per_step(service, engine)
         logprobs_penalties_and_bias_are_the_engines(service, engine)
