@@ -184,13 +184,15 @@ def ports() -> set[int]:
     return {int(each.split(":")[1], 16) for each in listeners(os.getpid()) if each.startswith(LOOPBACK[0])}
 
 
-def form(store: PrivateStore, name: str, stranger: Callable[[int], None] | None = None) -> list[object]:
+def form(
+    store: PrivateStore, name: str, stranger: Callable[[int], None] | None = None, seconds: float = 10
+) -> list[object]:
     """What two ranks get that form a group, while a stranger is the first at each port of the first one."""
     results: list[object] = [None, None]
 
     def make(rank: int) -> None:
         try:
-            results[rank] = group.make_group(dist.PrefixStore(name, store), rank, 2, torch.device("cpu"), 10)
+            results[rank] = group.make_group(dist.PrefixStore(name, store), rank, 2, torch.device("cpu"), seconds)
         except RuntimeError as failure:
             results[rank] = failure
 
@@ -228,7 +230,7 @@ def test_a_stranger_takes_no_ranks_place(store: PrivateStore, mutant: bool, monk
 
     def is_taken(number: int) -> bool:
         """True if a group was made in which one rank talks to the stranger."""
-        made = form(store, f"{mutant}/{number}", connect)
+        made = form(store, f"{mutant}/{number}", connect, 3)
         if any(isinstance(each, RuntimeError) for each in made):
             assert not mutant
             return False

@@ -61,9 +61,7 @@ def compression(done: Sequence[Completion]) -> float:
 @pytest.mark.parametrize(
     "num_ranks, num_drafting, decode",
     [
-        (2, 1, DECODE),
         (3, 2, DECODE),
-        (3, 1, DECODE),
         (3, 1, replace(DECODE, home_ranks=0)),
         (2, 1, replace(DECODE, window_size="auto", trie_nodes="auto", max_nodes=24)),
     ],

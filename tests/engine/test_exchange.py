@@ -44,7 +44,7 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
     return plain_ids(model, PROMPTS, PARAMS)
 
 
-CASES = [("both", 2), ("both", 8), ("window", 4), ("trie", 3), ("tiny", 4)]
+CASES = [("both", 3), ("window", 4), ("trie", 2), ("tiny", 4)]
 
 
 @pytest.mark.parametrize("name, num_ranks", CASES)
@@ -259,7 +259,7 @@ def test_a_rank_that_dies_ends_the_others(model: PreTrainedModel) -> None:
 # Two axes: replicas of several ranks. Here each rank holds the full model; tests/model/test_parallel.py shards it.
 
 
-@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize("num_ranks, tp", [(4, 2)])
 def test_replicas_of_several_ranks(model: PreTrainedModel, expected: list[list[int]], num_ranks: int, tp: int) -> None:
     together = generate_on(num_ranks, model, CONFIGS["both"], PROMPTS, PARAMS, tp=tp)
     for completions in together:
@@ -291,7 +291,7 @@ def test_mutant_another_rank_of_a_replica_is_followed(
     assert [each.token_ids for each in completions] != expected[:3]
 
 
-@pytest.mark.parametrize("spoiled", [1, 2, 3])
+@pytest.mark.parametrize("spoiled", [3])
 def test_mutant_another_state_on_one_rank_of_a_replica(model: PreTrainedModel, spoiled: int) -> None:
     def spoil(engine: Engine) -> None:
         if engine.comm.rank * 2 + engine.comm.tp_rank == spoiled:

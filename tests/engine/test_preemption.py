@@ -78,7 +78,7 @@ def soak(engine: Engine, seed: int, num_requests: int) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("swap_space", [0, None, 50e3 / 2**30], ids=["computed", "swapped", "few"])
+@pytest.mark.parametrize("swap_space", [0, 50e3 / 2**30])
 def test_texts_are_those_of_plain_decoding(swap_space: float | None) -> None:
     engine = Engine.from_model(model(), decode=DecodeConfig(**DECODE, kv_tokens=POOL), swap_space=swap_space)
     counts = soak(engine, 0, 60)
@@ -93,7 +93,7 @@ def test_texts_are_those_of_plain_decoding(swap_space: float | None) -> None:
         assert scheduler.counts.recomputed < 100
 
 
-@pytest.mark.parametrize("home_ranks", [0, "auto"])
+@pytest.mark.parametrize("home_ranks", ["auto"])
 def test_on_several_ranks(home_ranks: Any) -> None:
     shared = model()  # two threads that make it at once would draw from one generator
 

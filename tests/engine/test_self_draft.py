@@ -83,7 +83,7 @@ def copied(completions: Sequence[Completion]) -> tuple[int, int]:
     return sum(each.drafted for each in counts), sum(each.accepted for each in counts)
 
 
-@pytest.mark.parametrize("form, attention", [("int8", "auto"), ("int8", "sdpa"), ("fp8", "auto"), ("int4", "sdpa")])
+@pytest.mark.parametrize("form, attention", [("int8", "auto"), ("fp8", "auto"), ("int4", "sdpa")])
 def test_ids_are_those_of_plain_decoding(form: str, attention: str) -> None:
     engine = drafting(form=form, attention=attention)
     for params in (GREEDY, SAMPLED):
@@ -104,7 +104,7 @@ def test_a_pass_that_reads_half_of_the_head_drafts_what_the_text_has_beyond_it(m
         if engine.model.self_drafter.direct is None:
             pytest.skip("no extension")
         done = engine.generate(PROMPTS, SAMPLED)
-        assert ids(done) == ids(plain().generate(PROMPTS, SAMPLED))
+        assert ids(done) == plain_ids(*SAMPLED)
         accepted.append(copied(done)[1])
     assert accepted[0] > 1.2 * accepted[1] > 0
 
@@ -157,9 +157,7 @@ def test_sampling_agrees_as_much_as_greedy_decoding() -> None:
         assert sum(each.stats.num_tokens for each in done) > 2.2 * sum(each.stats.num_steps for each in done)
 
 
-@pytest.mark.parametrize(
-    "num_ranks, decode", [(2, DECODE), (4, replace(DECODE, home_ranks=0)), (2, replace(DECODE, window_size=3))]
-)
+@pytest.mark.parametrize("num_ranks, decode", [(3, replace(DECODE, home_ranks=0)), (2, replace(DECODE, window_size=3))])
 def test_ranks(num_ranks: int, decode: DecodeConfig) -> None:
     params = [GREEDY[0], *SAMPLED[1:]]
     expected = plain_ids(*params)
@@ -169,7 +167,7 @@ def test_ranks(num_ranks: int, decode: DecodeConfig) -> None:
         assert copied(completions) == copied(every[0])
 
 
-@pytest.mark.parametrize("decode", [DECODE, replace(DECODE, home_ranks=0)])
+@pytest.mark.parametrize("decode", [replace(DECODE, home_ranks=0)])
 def test_a_single_request_has_the_copies_of_all_ranks(decode: DecodeConfig) -> None:
     expected = ids(plain().generate(PROMPTS[1:2], SAMPLED[1:2]))
     for completions in generate_on(2, model_of(), decode, PROMPTS[1:2], SAMPLED[1:2], fix, self_draft="int8"):
@@ -220,7 +218,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: next(iter(rule)))
+@pytest.mark.parametrize("rule", RULES[:3], ids=lambda rule: next(iter(rule)))
 def test_penalties_and_limits_act_on_drafts(rule: dict[str, Any]) -> None:
     engine = drafting()
     for each in (GREEDY[0], SAMPLED[1]):
@@ -264,7 +262,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", ["gemma2"])
 def test_families(model_type: str) -> None:
     model = model_of(model_type, **FAMILIES[model_type])
     engine = Engine.from_model(model, decode=DecodeConfig.autoregressive())
@@ -338,6 +336,11 @@ def run_with(patch: Callable[[pytest.MonkeyPatch], None] | None, form: str = "in
             patch(context)
         done = generate_on(2, model_of(), decode, PROMPTS, params, fix, self_draft=form, attention="sdpa")
     return all(ids(each) == expected for each in done), copied(done[0])[1]
+
+
+@cache
+def without_a_fault(form: str) -> tuple[bool, int]:
+    return run_with(None, form)
 
 
 def kv_of_the_copy_stays(patch: pytest.MonkeyPatch) -> None:
@@ -417,7 +420,7 @@ def moves_are_made_twice(patch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_fault() -> None:
     for form, fewest in (("int4", 30), ("int8", 60)):
-        same, accepted = run_with(None, form)
+        same, accepted = without_a_fault(form)
         assert same and accepted > fewest
 
 
@@ -434,7 +437,7 @@ def test_faults_change_ids(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
 
 def test_other_noise_loses_drafts() -> None:
     same, accepted = run_with(noise_of_another_seed, "int8")
-    assert same and accepted < 0.8 * run_with(None, "int8")[1]
+    assert same and accepted < 0.8 * without_a_fault("int8")[1]
 
 
 def test_a_rank_that_took_another_path_computes_the_accepted_one() -> None:

@@ -91,7 +91,7 @@ def serve(
     return run_ranks(ThreadWorld(num_ranks), program)[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [3])
 def test_the_same_text_while_homes_change(model: PreTrainedModel, expected: list[list[int]], num_ranks: int) -> None:
     requests, seen = serve(num_ranks, model)
     assert [request.token_ids for request in requests] == expected
@@ -140,7 +140,7 @@ def test_second_turns_where_all_ranks_are_homes(model: PreTrainedModel, num_rank
     assert turns(model, num_ranks) == turns(model, 1, retained=False)
 
 
-@pytest.mark.parametrize("home_ranks", [0, 1, 2])
+@pytest.mark.parametrize("home_ranks", [0, 2])
 def test_the_same_text_with_a_limit(model: PreTrainedModel, expected: list[list[int]], home_ranks: int) -> None:
     decode = DecodeConfig(**{**vars(DECODE), "home_ranks": home_ranks})
     requests, seen = serve(3, model, decode)

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 
+import lpr.serve.sandbox
 from lpr.serve import checks, limits
 from lpr.serve.api import parsing
 from lpr.serve.api.context import unless_gone
@@ -470,7 +471,9 @@ def test_a_key_with_long_tasks_delays_no_other():
     run(work, seconds=5.0, size=3, weights={"a": 1.0, "b": 1.0})
 
 
-def test_a_process_that_is_stopped_delays_one_task():
+def test_a_process_that_is_stopped_delays_one_task(monkeypatch):
+    monkeypatch.setattr(lpr.serve.sandbox, "patience", lambda seconds: 0.2)  # beside SPARE_SECONDS
+
     async def work(sandbox):
         sandbox.prepare()
         await sandbox.start()

@@ -14,3 +14,7 @@ test_the_same_text_for_any_number_of_ranks = again(
     product(fast.CONFIGS, (1, 2, 3, 4, 8)),
     without=fast.CASES,
 )
+test_replicas_of_several_ranks = again(fast.test_replicas_of_several_ranks, "num_ranks, tp", [(2, 2), (3, 3)])
+test_mutant_another_state_on_one_rank_of_a_replica = again(
+    fast.test_mutant_another_state_on_one_rank_of_a_replica, "spoiled", [1, 2]
+)

@@ -12,3 +12,6 @@ test_greedy_equals_transformers = again(fast.test_greedy_equals_transformers, "n
 test_sampling_equals_plain_decoding = again(
     fast.test_sampling_equals_plain_decoding_with_the_seed, "name, count", CASES
 )
+test_batches_equal_single_runs_and_transformers = again(
+    fast.test_batches_equal_single_runs_and_transformers, "family", fast.FAMILIES, without=("gemma2", "gpt2")
+)
