@@ -12,6 +12,7 @@ import pytest
 
 import lpr
 from tests.fakes import other_clients as clients
+from tests.fakes.adapters import ATTENTION, write_adapter
 from tests.fakes.serving import SIZES, make_model, serving
 
 PROMPTS = (
@@ -261,6 +262,14 @@ def a_response_format_is_kept(service, engine):
         assert service.client.post("/v1/completions", json=body).json()["choices"][0]["text"] in ("ab", "cd")
 
 
+def an_adapter_is_a_model_of_every_route(service, engine):
+    body = {"input_prefix": PROMPTS[0], "input_suffix": "", "n_predict": 8, "temperature": 0, "seed": 1}
+    texts = [service.client.post("/infill", json={**body, "model": each}).json()["content"] for each in ("tiny", "sql")]
+    assert texts[0] != texts[1]
+    assert service.client.get("/v1/models/sql").json()["parent"] == "tiny"
+    assert service.client.post("/infill", json={**body, "model": "x"}).status_code == 404
+
+
 def warming_the_cache_makes_the_next_prompt_hit(service, engine):
     before = "\n".join(f"value_{index} = {index} * {index}" for index in range(40)) + "\n"
     vim = {"input_prefix": before, "input_suffix": "", "n_predict": 0}
@@ -296,12 +305,14 @@ def sigterm_finishes_what_is_open_and_leaves_nothing(service, engine):
 # Starting a service costs 10 to 30 seconds of processor time, so all that can share one does.
 
 
-def test_two_ranks(model, engine):
-    flags = ("--served-model-name", "tiny", "--max-batch-size", "4")
+def test_two_ranks(model, engine, tmp_path):
+    adapter = write_adapter(tmp_path, engine.model.model, [*ATTENTION, "down_proj"], 0, 0.08)
+    flags = ("--served-model-name", "tiny", "--max-batch-size", "4", "--lora-modules", f"sql={adapter}")
     with serving(model, *flags, *SIZES, lp=2) as service:
         texts_equal_generate_under_concurrency_with_prefix_hits_and_cancelled_neighbours(service, engine, 12)
         a_stream_is_the_same_text_in_one_event_per_step(service, engine)
         logprobs_penalties_and_bias_are_the_engines(service, engine)
         a_response_format_is_kept(service, engine)
+        an_adapter_is_a_model_of_every_route(service, engine)
         warming_the_cache_makes_the_next_prompt_hit(service, engine)
         sigterm_finishes_what_is_open_and_leaves_nothing(service, engine)

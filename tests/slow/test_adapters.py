@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from tests.serve.api.test_adapters import KEY, change, folders, ids, names, service
+from tests.serve.api.test_adapters import KEY, PROMPT, change, folders, ids, names, service
 
 
 def test_adapters_are_named_loaded_unloaded_and_kept(service: SimpleNamespace, folders: Any) -> None:
@@ -52,3 +52,15 @@ def test_adapters_are_named_loaded_unloaded_and_kept(service: SimpleNamespace, f
     assert names(service) == {"bundled": None, "late": "bundled"}
     unknown = service.client.post("/v1/completions", json={"prompt": "a", "model": "sql"}, headers=KEY)
     assert unknown.status_code == 404
+
+
+def test_other_routes_know_adapters(service: SimpleNamespace) -> None:
+    name = next(each for each, parent in names(service).items() if parent)
+    body = {"input_prefix": PROMPT, "input_suffix": "", "n_predict": 8, "temperature": 0, "seed": 1}
+    texts = [
+        service.client.post("/infill", json={**body, "model": each}, headers=KEY).json()["content"]
+        for each in ("bundled", name)
+    ]
+    assert texts[0] != texts[1]
+    assert service.client.get(f"/v1/models/{name}", headers=KEY).json()["parent"] == "bundled"
+    assert service.client.post("/infill", json={**body, "model": "x"}, headers=KEY).status_code == 404

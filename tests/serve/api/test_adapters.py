@@ -60,18 +60,6 @@ def names(service: SimpleNamespace) -> dict[str, str | None]:
     return {each["id"]: each["parent"] for each in listed}
 
 
-def test_other_routes_know_adapters(service: SimpleNamespace, folders: Any) -> None:
-    name = next(each for each, parent in names(service).items() if parent)
-    body = {"input_prefix": PROMPT, "input_suffix": "", "n_predict": 8, "temperature": 0, "seed": 1}
-    texts = [
-        service.client.post("/infill", json={**body, "model": each}, headers=KEY).json()["content"]
-        for each in ("bundled", name)
-    ]
-    assert texts[0] != texts[1]
-    assert service.client.get(f"/v1/models/{name}", headers=KEY).json()["parent"] == "bundled"
-    assert service.client.post("/infill", json={**body, "model": "x"}, headers=KEY).status_code == 404
-
-
 def test_flags() -> None:
     with pytest.raises(InputError, match="--allow-runtime-lora-updating needs --api-key"):
         Front(parse(["--allow-runtime-lora-updating", "--port", "0"]), [])
