@@ -13,7 +13,7 @@ ranks need not decide alike.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, frexp, inf
 
@@ -87,12 +87,12 @@ class Way:
 class Passes:
     """Counts what passes take and bring, and decides on the next one."""
 
-    def __init__(self, fixed: int | None = None, fewest: int = 0, first_ms: float | None = None) -> None:
-        """Always `fixed` passes or, by what pays, `fewest` or more; a pass of one token took `first_ms` at start."""
+    def __init__(self, fixed: int | None = None, fewest: int = 0, first_ms: Mapping[int, float] | None = None) -> None:
+        """Always `fixed` passes or, by what pays, `fewest` or more; `first_ms` are the times at start, by tokens."""
         self._fixed, self._fewest = fixed, fewest
         self.copy, self.text = Agreement(), Agreement()
         """Of the copy's choices with the model's, and of the text's continuations with the copy's choices."""
-        self._pass_ms: dict[int, float] = {} if first_ms is None else {1: first_ms}
+        self._pass_ms = dict(first_ms or {})  # milliseconds of a pass by its size, a power of two
         self._num_timed: dict[int, int] = {}
         self._times: StepTimes | None = None
         self._longest, self._load, self._allowed, self._own_ms = 1, 1.0, 0.0, 0.0

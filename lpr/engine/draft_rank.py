@@ -283,7 +283,7 @@ class DraftRank:
         if times is not None:
             longest = max([len(request.tokens) for request, _ in lines], default=1)
             return times.time(count, max(1, len(plan.decoding)), longest)
-        return self.drafter.first_ms * (3 + count / 4)
+        return self.drafter.first_ms[1] * (3 + count / 4)
 
 
 def followed(known: HeadDraft, place: int) -> tuple[int, int]:

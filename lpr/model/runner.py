@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lpr.config import PAGE_SIZE, InputError, SamplingParams
+from lpr.config import PAGE_SIZE, InputError
 from lpr.core.heads import HeadDraft
 from lpr.model.adapter import Adapter, ShareGemmRows
 from lpr.model.cpu.memory import wait_for_pages
@@ -31,7 +31,7 @@ from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.sampling.choice import has_kernels
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
-from lpr.model.self_draft import NUM_TIMED, Ending, SelfDrafter
+from lpr.model.self_draft import Ending, SelfDrafter
 from lpr.model.step_inputs import Row
 from lpr.model.torch_compile import CompiledForward
 
@@ -164,10 +164,7 @@ class TreeModel:
         cache."""
         drafter = SelfDrafter(self.adapter, make_copy)
         drafter.go_direct(like)
-        for _ in range(NUM_TIMED):
-            began = time.perf_counter()
-            drafter.draft([Ending(0, 3, 1, SamplingParams(), 1)], like)
-            drafter.first_ms = min(drafter.first_ms, (time.perf_counter() - began) * 1e3)
+        drafter.measure(like)
         self.self_drafter = drafter
 
     def draft(self, endings: Sequence[Ending]) -> None:

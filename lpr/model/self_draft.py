@@ -9,7 +9,6 @@ has a likely continuation a pass evaluates that too, and drafts as much of it as
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +48,9 @@ LEAST = 0.02
 UNSURE = 0.1
 """Where a runner-up has this share or more, a rank that follows other ways may follow it."""
 NUM_TIMED = 8
-"""Passes that are timed at start; the shortest counts."""
+"""Passes of one sequence that are timed at start; the shortest counts."""
+TIMED_TOGETHER = (4, 16)
+"""Numbers of sequences for which passes are timed as well, twice each: few processors take as long for 4 as for one."""
 NUM_GUESSES = LONGEST * (1 + SIBLINGS)
 NUM_ROWS = LONGEST + LONGEST_TEXT
 """Rows of the cache that passes write behind a sequence."""
@@ -167,8 +168,8 @@ class SelfDrafter:
         """The copy in one call, if it can be called so."""
         self.passes = Passes()
         """Decides how many passes pay."""
-        self.first_ms = math.inf
-        """Milliseconds of a pass of one token, as measured at start."""
+        self.first_ms: dict[int, float] = {}
+        """Milliseconds of a pass of so many sequences, a token each, as measured at start."""
         self.spent_ms = 0.0
         """Milliseconds of the passes since `begin`, as passes of late take them."""
         self._last: dict[int, Ending] = {}
@@ -193,6 +194,17 @@ class SelfDrafter:
         expected, direct = self._logits(rows, like), self._find_direct()
         if direct is not None and torch.allclose(direct.logits(rows, like), expected, rtol=1e-3, atol=1e-3):
             self.direct = direct
+
+    def measure(self, like: KVCache) -> None:
+        """Time passes."""
+        cache = like.resized(max(TIMED_TOGETHER), 4 + NUM_ROWS)
+        for count, repeats in ((1, NUM_TIMED), *((many, 2) for many in TIMED_TOGETHER)):
+            took = list[float]()
+            for _ in range(repeats):
+                began = time.perf_counter()
+                self.draft([Ending(slot, 3, 1, SamplingParams(), 1) for slot in range(count)], cache)
+                took.append((time.perf_counter() - began) * 1e3)
+            self.first_ms[count] = min(took)
 
     def learn(self, slot: int, num_tokens: int, emitted: Sequence[int], ms: float) -> None:
         """Count what was drafted behind a sequence of `num_tokens` tokens by what the model has emitted there.

@@ -76,7 +76,7 @@ def rate_of(numbers: list[int], pass_ms: float, right: float, run_of_text: float
 @pytest.mark.parametrize("right", [0.8, 0.9, 0.97])
 @pytest.mark.parametrize("pass_ms", [2.0, 6.0, 10.0])
 def test_the_number_that_brings_most_tokens_per_second_is_found(pass_ms: float, right: float) -> None:
-    passes = Passes(first_ms=6.0)
+    passes = Passes(first_ms={1: 6.0})
     passes.copy.mean = right
     found = run(passes, pass_ms, right=right)[-60:]
     best = max(range(MOST_PASSES + 1), key=lambda number: rate(number, pass_ms, right))
@@ -88,7 +88,7 @@ def test_the_number_that_brings_most_tokens_per_second_is_found(pass_ms: float, 
 @pytest.mark.parametrize("pass_ms", [3.0, 8.0, 30.0])
 def test_little_is_lost_anywhere(pass_ms: float, run_of_text: float, count: int) -> None:
     """Also where the text has the tokens of passes."""
-    passes = Passes(first_ms=pass_ms)
+    passes = Passes(first_ms={1: pass_ms})
     plain = rate(0, pass_ms, 0.95, run_of_text, count)
     numbers = run(passes, pass_ms, count, 300, 0.95, run_of_text, load=2.0)
     assert rate_of(numbers, pass_ms, 0.95, run_of_text, count) > 0.98 * plain
@@ -96,26 +96,32 @@ def test_little_is_lost_anywhere(pass_ms: float, run_of_text: float, count: int)
 
 
 def test_a_wrong_first_time_is_found_out() -> None:
-    assert run(Passes(first_ms=30.0), 6.0, num_steps=1500)[-1] >= 3
+    assert run(Passes(first_ms={1: 30.0}), 6.0, num_steps=1500)[-1] >= 3
 
 
 def test_a_busy_machine_changes_no_decision() -> None:
     """Passes and steps take longer alike; what the shortest pass took says nothing then."""
-    passes = Passes(first_ms=8.0)
+    passes = Passes(first_ms={1: 8.0})
     assert sum(run(passes, 12.0, right=0.5)[-50:]) <= 6
     assert sum(run(passes, 12.0, right=0.5, load=3.0)) <= 60
-    assert run(Passes(first_ms=6.0), 6.0, num_steps=150, load=3.0)[-1] >= 3
+    assert run(Passes(first_ms={1: 6.0}), 6.0, num_steps=150, load=3.0)[-1] >= 3
 
 
 def test_many_sequences_rest_where_one_does_not() -> None:
-    passes = Passes(first_ms=6.0)
+    passes = Passes(first_ms={1: 6.0})
     assert run(passes, 6.0)[-1] >= 3
     assert sum(run(passes, 80.0, count=16)[50:]) <= 8
     assert run(passes, 6.0, num_steps=50)[-1] >= 3
 
 
+def test_dear_passes_of_several_sequences_are_known_from_the_start() -> None:
+    """A pass of four took 2.4 times one of one where a step took 1.2 times: by the steps' times it looked cheap."""
+    numbers = [run(Passes(first_ms=first), 18.0, count=4, num_steps=12) for first in ({1: 7.0, 4: 18.0}, {1: 7.0})]
+    assert sum(numbers[0]) < sum(numbers[1])
+
+
 def test_passes_that_have_become_cheap_go_on() -> None:
-    passes = Passes(first_ms=25.0)
+    passes = Passes(first_ms={1: 25.0})
     assert run(passes, 25.0)[-1] == 0
     assert run(passes, 4.0, num_steps=3000)[-1] >= 3
 
@@ -127,7 +133,7 @@ def test_a_fixed_number_and_a_fewest() -> None:
 
 
 def test_without_step_times_a_pass_goes_by_the_last_step() -> None:
-    passes = Passes(fewest=1, first_ms=6.0)
+    passes = Passes(fewest=1, first_ms={1: 6.0})
     for _ in range(100):
         passes.count_step(1, 1, 17.0)
         passes.count_tokens(1, 0.0, True, 2, 23.0)
@@ -137,9 +143,9 @@ def test_without_step_times_a_pass_goes_by_the_last_step() -> None:
 
 @pytest.mark.parametrize("made_so", [{}, {"fewest": 2}, {"fixed": 3}, {"fixed": 0}, {"first_ms": None}])
 def test_the_rules_of_one_draft_are_those_of_each_pass(made_so: dict[str, Any]) -> None:
-    passes = Passes(**{"first_ms": 6.0, **made_so})
+    passes = Passes(**{"first_ms": {1: 6.0}, **made_so})
     passes.begin_step(TIMES, 100)
-    if made_so.get("first_ms", 6.0):
+    if made_so.get("first_ms", True):
         for _ in range(30):
             passes.count_pass(3, 9.0)
             passes.count_tokens(1, 0.0, True, 3, 40.0)

@@ -118,7 +118,7 @@ def test_passes_in_one_call_draft_as_one_after_the_other(by_gain: bool, monkeypa
     if drafter.direct is None:
         pytest.skip("no extension")
     if by_gain:
-        drafter.passes = Passes(fewest=1, first_ms=1.0)
+        drafter.passes = Passes(fewest=1, first_ms={1: 1.0})
         monkeypatch.setattr(Passes, "_price", lambda self, count: 1.0)
         monkeypatch.setattr(Passes, "pass_time", lambda self, num_entries: 0.6 + 0.02 * num_entries)
         monkeypatch.setattr(Passes, "_longer_ms", lambda self, num_made, count: 0.01 * num_made)
