@@ -366,7 +366,7 @@ def served(
             loop.call_soon_threadsafe(function)
 
         with httpx.Client(base_url=url, timeout=PATIENCE) as client:
-            client.get("/livez")  # a front that is stopped before it has begun to serve fails
+            wait_for(lambda: front._routes is not None or not thread.is_alive())  # `run` has begun
             if connect:
                 for _ in range(1000):
                     if client.get("/readyz").status_code == 200:
