@@ -43,24 +43,47 @@ const SequenceState* state_of(nb::handle state) { return nb::cast<BoundState*>(s
 // A step's draft, the Python objects of its states, which must live as long, and its arrays for Python.
 struct BoundDraft : StepDraft {
   nb::list listed, rows;
-  nb::object placement, header;
+  nb::object header;
 
   BoundDraft(nb::list those, Budgets& budgets, size_t rank, Served served, int64_t capacity, int32_t num_candidates,
              int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests)
       : StepDraft(states_of(those), budgets, rank, std::move(served), capacity, num_candidates),
-        listed(std::move(those)), placement(stacked(StepDraft::placement())) {
-    for (int64_t i : own_trees()) {
-      Tokens entries = row_entries(*states[i], *trees[i], own(i), rank);
-      size_t columns = entries.size() / 3;
-      rows.append(nb::make_tuple(states[i]->num_computed_tokens[rank], own(i).nodes.size(),
-                                 owned_array<int32_t, 2>(std::move(entries), {3, columns})));
-    }
+        listed(std::move(those)) {
+    add_rows();
     Tokens words = StepDraft::header(num_command_bytes, digests);
     size_t count = words.size();
     header = owned_array<int32_t, 1>(std::move(words), {count});
   }
 
  private:
+  // Rows of equal length are views of one array, which is made faster than an array for each.
+  void add_rows() {
+    Tokens all;
+    std::vector<size_t> ends;
+    for (int64_t i : own_trees()) {
+      Tokens entries = row_entries(*states[i], *trees[i], own(i), rank);
+      all.insert(all.end(), entries.begin(), entries.end());
+      ends.push_back(all.size());
+    }
+    auto add = [&](int64_t i, nb::handle entries) {
+      rows.append(nb::make_tuple(states[i]->num_computed_tokens[rank], own(i).nodes.size(), entries));
+    };
+    size_t count = ends.size(), length = count ? ends[0] : 0, place = 0;
+    bool even = count > 1 && all.size() == count * length;
+    for (size_t each = 0; each < count; each++) even = even && ends[each] == (each + 1) * length;
+    if (even) {
+      for (nb::handle entries : owned_array<int32_t, 3>(std::move(all), {count, 3, length / 3}))
+        add(own_trees()[place++], entries);
+      return;
+    }
+    size_t begin = 0;
+    for (size_t end : ends) {
+      Tokens entries(all.begin() + begin, all.begin() + end);
+      add(own_trees()[place++], owned_array<int32_t, 2>(std::move(entries), {3, (end - begin) / 3}));
+      begin = end;
+    }
+  }
+
   static std::vector<SequenceState*> states_of(const nb::list& those) {
     std::vector<SequenceState*> found;
     for (nb::handle state : those) found.push_back(nb::cast<BoundState*>(state));
@@ -78,7 +101,7 @@ nb::tuple conclude(BoundDraft& draft, const Gathered& payloads, int64_t width, B
   Columns moves;
   nb::list found;
   for (Conclusion& each : draft.conclude(all, budgets, moves, drafting)) {
-    nb::list tokens = nb::cast<BoundState&>(draft.listed[found.size()]).listed;
+    nb::list& tokens = static_cast<BoundState*>(draft.states[found.size()])->listed;
     for (int32_t token : each.emitted) tokens.append(token);
     found.append(nb::cast(std::move(each)));
   }
@@ -157,7 +180,7 @@ void bind_step(nb::module_& m) {
       .def_prop_ro("mine", &BoundDraft::own_trees)
       .def_ro("num_candidates", &BoundDraft::num_candidates)
       .def_ro("rows", &BoundDraft::rows)
-      .def_ro("placement", &BoundDraft::placement)
+      .def_prop_ro("placement", [](const BoundDraft& draft) { return stacked(draft.placement()); })
       .def_ro("header", &BoundDraft::header)
       .def_ro("num_entries", &BoundDraft::num_entries)
       .def("__len__", [](const BoundDraft& draft) { return draft.trees.size(); })

@@ -26,7 +26,7 @@ inline int64_t size_of(const nb::object& config, const char* name) { return nb::
 inline Sizes sizes_of(const nb::object& config) {
   return {size_of(config, "window_size"),    size_of(config, "ngram_size"),    size_of(config, "guess_set_size"),
           size_of(config, "trie_nodes"),     size_of(config, "branch_length"), size_of(config, "trie_capacity"),
-          size_of(config, "num_recycled")};
+          size_of(config, "num_recycled"), size_of(config, "num_guesses")};
 }
 
 // An array of the given shape that owns `values`.

@@ -12,7 +12,7 @@ namespace lpr {
 
 // The fields of a TreeSizes that a state reads.
 struct Sizes {
-  int64_t window_size, ngram_size, guess_set_size, trie_nodes, branch_length, trie_capacity, num_recycled;
+  int64_t window_size, ngram_size, guess_set_size, trie_nodes, branch_length, trie_capacity, num_recycled, num_guesses;
 };
 
 class SequenceState {
@@ -81,6 +81,7 @@ class SequenceState {
   }
 
   Draft build(int64_t max_depth, DraftRequest request) {
+    if (!drafter && is_plain() && request.nodes < 1 && !request.window) return plain_draft(std::move(request));
     if (!drafter) begin_drafting();
     auto tree = std::make_shared<TokenTree>(tokens.back());
     tree->reserve(std::min<int64_t>(1024, 1 + request.nodes));
@@ -99,6 +100,7 @@ class SequenceState {
 
   // A digest of the tree that is about to be evaluated and all before it; only ranks that have drafted it know it.
   uint64_t tree_digest(const TokenTree& tree) {
+    if (!drafter) begin_drafting();
     drafted_.update(tree.tokens);
     drafted_.update(tree.parents);
     drafted_.add(drafter->calibration.digest());
@@ -142,7 +144,29 @@ class SequenceState {
     return false;
   }
 
+  // Load what a step of one node reads into the processor's caches: after a forward nothing of it is left there.
+  void prefetch() const {
+    for (size_t at = 0; at < sizeof(*this); at += 64) __builtin_prefetch(reinterpret_cast<const char*>(this) + at);
+  }
+
+  void prefetch_tokens() const {
+    __builtin_prefetch(tokens.data() + tokens.size() - 1, 1);
+    __builtin_prefetch(num_computed_tokens.data(), 1);
+    __builtin_prefetch(homes_.data());
+  }
+
  private:
+  // True without a source of drafts: a drafter is then made only if a tree asks for nodes, or ranks compare it.
+  bool is_plain() const {
+    return !sizes_.trie_nodes && !sizes_.window_size && !sizes_.num_recycled && !sizes_.num_guesses;
+  }
+
+  Draft plain_draft(DraftRequest request) {
+    window.reset();
+    probabilities.assign(1, 1.0);
+    return {std::make_shared<TokenTree>(tokens.back()), probabilities, 1, std::move(request.trusts)};
+  }
+
   // Make the drafter from the tokens, as all home ranks do before the same step.
   void begin_drafting() {
     int64_t guesses = sizes_.window_size ? sizes_.guess_set_size : 0;

@@ -48,7 +48,7 @@ class StepDraft {
         capacity(max_owned) {
     for (const auto& [homes, members] : groups()) {
       draft_group(homes, members, budgets.of(homes));
-      for (size_t i : members) shards[i] = std::make_shared<std::vector<Shard>>(split(*states[i], *trees[i]));
+      for (size_t i : members) shards[i] = shards_of(*states[i], *trees[i]);
     }
     for (int64_t i : own_trees())
       if (trees[i]->size() > 1) num_candidates = num_wanted;
@@ -100,43 +100,49 @@ class StepDraft {
     if (!drafting.empty() && static_cast<int64_t>(states.size()) > payloads.num_trees())
       throw std::invalid_argument("the payloads do not hold the drafts of all trees");
     Payloads all = payloads.authoritative(served.size());
-    std::vector<std::vector<int64_t>> places(states.size(), std::vector<int64_t>(served.size(), 0));
+    std::vector<int64_t> all_places(states.size() * served.size(), 0), places(served.size());
     for (size_t each = 0; each < served.size(); each++)
-      for (size_t place = 0; place < served[each].size(); place++) places[served[each][place]][each] = place;
+      for (size_t place = 0; place < served[each].size(); place++)
+        all_places[served[each][place] * served.size() + each] = place;
     std::vector<Tokens> kept(states.size());
     std::vector<Conclusion> concluded;
+    concluded.reserve(states.size());
     num_entries.assign(served.size(), 0);
     for (size_t i = 0; i < states.size(); i++) {
       SequenceState& state = *states[i];
+      if (i + 8 < states.size()) states[i + 8]->prefetch();
+      if (i + 4 < states.size()) states[i + 4]->prefetch_tokens();
+      std::copy_n(all_places.begin() + i * served.size(), served.size(), places.begin());
       bool is_mine = trees[i] != nullptr;
       if (!is_mine) {
-        auto [tree, split] = read_tree(all, state.homes(), places[i]);
+        auto [tree, split] = read_tree(all, state.homes(), places);
         trees[i] = std::move(tree);
         shards[i] = std::make_shared<std::vector<Shard>>(std::move(split));
         state.forget_drafts();
       }
       int32_t k = std::numeric_limits<int32_t>::max();
       for (int64_t home : state.homes()) k = std::min(k, all.num_candidates(home));
-      TreeResult result = read_result(all, places[i], *shards[i], k);
+      TreeResult result = read_result(all, places, *shards[i], k);
       Conclusion each{trees[i], shards[i], {}, accept(*trees[i], result.next_tokens), {}, false, {}, false};
       each.has_nan = is_mine && SequenceState::has_nan(own(i), result);
-      if (is_mine && !each.has_nan) kept[i] = kept_entries(state, own(i), each.path);
+      if (is_mine && !each.has_nan && each.path.size() > 1) kept[i] = kept_entries(state, own(i), each.path);
       for (int64_t home : state.homes())
         num_entries[home] += state.num_above(home) + static_cast<int64_t>((*shards[i])[home].nodes.size());
       int32_t bonus = result.next_tokens[each.path.back()];
       if (bonus < 0) each.failure = bonus;
       HeadDraft head;
       for (int64_t home : all.num_guesses ? state.homes() : std::vector<int64_t>{}) {
-        head = read_block(all.block(home, places[i][home]), all.num_guesses, each.path.back(), bonus);
+        head = read_block(all.block(home, places[home]), all.num_guesses, each.path.back(), bonus);
         if (head.tokens.size() > 1) break;
       }
-      HeadDraft ahead;
-      Tokens emitted;
-      for (size_t node = 1; node < each.path.size(); node++) emitted.push_back(trees[i]->tokens[each.path[node]]);
-      emitted.push_back(bonus);
-      for (int64_t rank : all.num_guesses && bonus >= 0 ? drafting : std::vector<int64_t>{})
-        read_ahead(all.block(rank, i), all.num_guesses, emitted, ahead);
-      if (ahead.tokens.size() > 1) head = std::move(ahead);
+      if (all.num_guesses && bonus >= 0 && !drafting.empty()) {
+        HeadDraft ahead;
+        Tokens emitted;
+        for (size_t node = 1; node < each.path.size(); node++) emitted.push_back(trees[i]->tokens[each.path[node]]);
+        emitted.push_back(bonus);
+        for (int64_t rank : drafting) read_ahead(all.block(rank, i), all.num_guesses, emitted, ahead);
+        if (ahead.tokens.size() > 1) head = std::move(ahead);
+      }
       each.emitted = state.advance(*trees[i], each.path, result, *shards[i], std::move(head));
       each.may_end = each.failure || state.may_end(each.emitted);
       each.next_tokens = std::move(result.next_tokens);
@@ -152,6 +158,8 @@ class StepDraft {
   }
 
  private:
+  std::shared_ptr<std::vector<Shard>> of_roots_;
+
   using Group = std::pair<Homes, std::vector<size_t>>;
 
   // Sets of home ranks, and those of this rank's trees that have just these, both in the order of the sequences.
@@ -172,8 +180,13 @@ class StepDraft {
     budget.begin(static_cast<int64_t>(members.size()), most_pending(homes, members),
                  static_cast<int64_t>(homes.size()));
     std::vector<Draft> drafts;
-    for (size_t i : members)
-      drafts.push_back(states[i]->build(states[i]->max_depth(), budget.request(states[i]->acceptance)));
+    drafts.reserve(members.size());
+    for (size_t place = 0; place < members.size(); place++) {
+      SequenceState& state = *states[members[place]];
+      if (place + 8 < members.size()) states[members[place + 8]]->prefetch();
+      if (place + 4 < members.size()) states[members[place + 4]]->prefetch_tokens();
+      drafts.push_back(state.build(state.max_depth(), budget.request(state.acceptance)));
+    }
     std::vector<Draft*> those;
     std::vector<AcceptanceHistory*> histories;
     for (size_t i = 0; i < members.size(); i++) {
@@ -209,6 +222,15 @@ class StepDraft {
       most = std::max(most, total);
     }
     return most;
+  }
+
+  // The shards of a tree; on a single rank all trees of one node have the same.
+  std::shared_ptr<std::vector<Shard>> shards_of(const SequenceState& state, const TokenTree& tree) {
+    bool is_root = served.size() == 1 && tree.size() == 1;
+    if (is_root && of_roots_) return of_roots_;
+    auto made = std::make_shared<std::vector<Shard>>(split(state, tree));
+    if (is_root) of_roots_ = made;
+    return made;
   }
 
   // The shards of a tree: home ranks with a longer pending chain get fewer nodes, other ranks none.

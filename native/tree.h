@@ -29,7 +29,7 @@ class TokenTree {
     sources.reserve(count);
     size_t slots = 32;
     while (slots < 2 * count) slots *= 2;
-    if (num_edges_ == 0) edges_.assign(slots, -1);
+    if (num_edges_ == 0 && count > 1) edges_.assign(slots, -1);
   }
 
   // The child of `parent` that holds `token`; -1 if there is none.

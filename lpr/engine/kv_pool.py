@@ -202,8 +202,8 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def follow(cache: KVCache, moves: Sequence[PageMove], tables: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Apply the scheduler's decisions to a cache: page moves, then changed block tables, by slot."""
+def follow(cache: KVCache, moves: Sequence[PageMove], tables: Sequence[tuple[int, Sequence[int], int]]) -> None:
+    """Apply the scheduler's decisions to a cache: page moves, then changes of block tables (RankPages.take_changed)."""
     for move in moves:
         match move:
             case PageCopy():
@@ -216,5 +216,5 @@ def follow(cache: KVCache, moves: Sequence[PageMove], tables: Sequence[tuple[int
                 cache.states.copy(move.source, move.target)
             case PageIn():
                 cache.host_pages.load(move.host_page, move.page)
-    for slot, pages in tables:
-        cache.assign(slot, pages)
+    for slot, pages, first in tables:
+        cache.assign(slot, pages, first)

@@ -14,11 +14,40 @@ if TYPE_CHECKING:
     from lpr.engine.draft_rank import DraftRank
 
 
+class Batch:
+    """The decoding requests of a step, and what is the same in every step until the schedule changes."""
+
+    def __init__(self, requests: Sequence[Request], num_ranks: int) -> None:
+        self.requests = requests
+        self.states = [request.state for request in requests]
+        self.is_plain = all([request.is_plain for request in requests])
+        self.num_logprobs = num_logprobs(requests)
+        self.served = served_by(requests, num_ranks)
+
+
+def num_logprobs(batch: Sequence[Request]) -> int | None:
+    """The largest number of alternative log-probabilities that a request asks for; None if no request asks for any."""
+    return max([each.params.logprobs for each in batch if each.params.logprobs is not None], default=None)
+
+
+def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]]:
+    """Per rank, the requests that it serves, in the order of its slots."""
+    if num_ranks == 1:
+        return [list(range(len(batch)))]
+    return [
+        sorted(
+            [index for index, request in enumerate(batch) if rank in request.homes],
+            key=lambda index: batch[index].slots[rank],
+        )
+        for rank in range(num_ranks)
+    ]
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """The work of one step, the same on all ranks."""
 
-    decoding: Sequence[Request]  # requests that advance by their accepted path and a bonus token
+    batch: Batch  # requests that advance by their accepted path and a bonus token
     filling: Sequence[tuple[Request, Sequence[int]]]
     """Requests with the number of tokens of their pending chain to compute, per rank. With padding, a rank has either
     rows of `decoding` or one of these."""
@@ -29,3 +58,8 @@ class StepPlan:
     drafting: DraftRank | None = None
     """The drafter of a draft-only rank; None on other ranks."""
     num_command_bytes: int = 0  # length of the commands that the driver broadcasts after the step; 0 on other ranks
+
+    @property
+    def decoding(self) -> Sequence[Request]:
+        """The requests of `batch`."""
+        return self.batch.requests

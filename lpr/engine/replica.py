@@ -28,11 +28,12 @@ from lpr.engine.hooks import StepHooks
 from lpr.engine.kv_pool import DEFAULT_LENGTH, PoolSize, follow
 from lpr.engine.options import EngineOptions
 from lpr.engine.pace import Pace
+from lpr.engine.plan import Batch, StepPlan
 from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Outcome, Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.sizing import Sizer
-from lpr.engine.step import StepPlan, StepResult, decode_step
+from lpr.engine.step import StepResult, decode_step
 from lpr.engine.times_file import StartTimes
 from lpr.engine.turns import Turns
 from lpr.model.loader import Loaded
@@ -75,6 +76,7 @@ class Replica(StepHooks):
         """Decides when a prediction head rests, with automatic sizes; else None."""
         self._timed: tuple[Sequence[Request], Sequence[Outcome], float, float] | None = None
         """The last step and its milliseconds, until the sizer has counted it."""
+        self._batch: Batch | None = None  # of the last step; none of its requests has ended
         self.drafting: DraftRank | None = None
         """The drafter of a draft-only rank; None on other ranks."""
         self.model, self.like, given = prepare(loaded, decode, options, comm)
@@ -213,7 +215,9 @@ class Replica(StepHooks):
         self.model.cache.adapters = self.adapters.of_slots(self.scheduler.running, self.comm.rank)
         # Includes the length of the shared index, which detects a rank that has learned other documents.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
-        what = schedule.decoding, schedule.filling, self.sizes, self.sizer.times
+        if self._batch is None or self._batch.requests is not schedule.decoding:
+            self._batch = Batch(schedule.decoding, self.comm.size)
+        what = self._batch, schedule.filling, self.sizes, self.sizer.times
         plan = StepPlan(*what, digest, self.drafting, num_command_bytes)
         result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, self)
         num_entries: Sequence[int] = [0] * self.comm.size
@@ -245,8 +249,7 @@ class Replica(StepHooks):
                 count_passes(self.model, outcomes, ms - guess_ms, self.sizes.num_nodes)
             # The time of a head or copy does not depend on the tree; counted in, it would raise the price of all nodes.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
-        for request in self.scheduler.running:
-            request.catch_up()
+        Request.catch_up(self.scheduler.running)
         self.is_whole = True
         self.hooks.while_busy()
 
@@ -255,11 +258,7 @@ class Replica(StepHooks):
         batch = schedule.decoding
         for request, _ in schedule.filling:
             request.stats.num_fill_steps += 1
-        woken: list[Request] = []
-        for request, outcome in zip(batch, outcomes, strict=True):
-            request.advance(outcome)
-            if len(request.tokens) >= request.care_at or request.finish_reason is not None:
-                woken.append(request)
+        woken = Request.advance(batch, outcomes)
         self.advanced += batch
         if batch:
             self.hooks.end_step(batch, outcomes, (request.chunks[-1] for request in batch))
@@ -282,6 +281,7 @@ class Replica(StepHooks):
         self.scheduler.begin_anew(list(table.open.values()))
         self._timed = None
         cache.clear_all()
+        self._batch = None
         self.is_whole = True
 
     def abandon_all(self, failure: BaseException) -> None:
@@ -317,7 +317,7 @@ class Replica(StepHooks):
             self.drafts.learn_output(request, self.scheduler.running)
         self.scheduler.finish(request, keep=request.is_sound)
         self._move()
-        request.state = None
+        request.state = self._batch = None
 
     def _move(self) -> None:
         """Apply the scheduler's page moves to this rank's cache."""

@@ -19,7 +19,7 @@ from lpr.core.budgets import Budgets
 from lpr.engine.ahead import Ahead, look_ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
-from lpr.engine.plan import StepPlan
+from lpr.engine.plan import StepPlan, num_logprobs
 from lpr.engine.request import Outcome, Request
 from lpr.model.input_builder import Row
 from lpr.model.runner import TreeModel
@@ -51,7 +51,7 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     hooks.while_busy()
     ahead = look_ahead(plan, model, draft, rows, fills, results)
     hooks.end_phase("forward")
-    gathered = exchange.gather(draft, results, num_logprobs(plan.decoding), ahead.blocks)
+    gathered = exchange.gather(draft, results, plan.batch.num_logprobs, ahead.blocks)
     hooks.end_phase("gather")
     # If a rank was lost, the step is dropped: up to here no state has changed.
     concluded, moves = gathered.conclude(budgets)
@@ -64,7 +64,7 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
         count_filled(request, counts)
     logprobs = gathered.logprobs()
     hooks.end_phase("commit")
-    outcomes = [Outcome(each, draft.num_entries, nodes) for each, nodes in zip(concluded, logprobs, strict=True)]
+    outcomes = [*map(Outcome, concluded, itertools.repeat(draft.num_entries), logprobs)]
     return StepResult(outcomes, gathered.num_command_bytes)
 
 
@@ -76,23 +76,9 @@ def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candid
         assert complete, "a rank that is not home would need a tree that does not travel"
         digests = [*(request.running.digest for request, _ in plan.filling), plan.digest]
     return draft_step(
-        [request.state for request in plan.decoding],  # type: ignore[misc]
-        *(budgets, comm.rank, served_by(plan.decoding, comm.size), exchange.capacity),
+        *(plan.batch.states, budgets, comm.rank, plan.batch.served, exchange.capacity),  # type: ignore[arg-type]
         *(num_candidates, plan.num_command_bytes, digests),
     )
-
-
-def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]]:
-    """Per rank, the requests that it serves, in the order of its slots."""
-    if num_ranks == 1:
-        return [list(range(len(batch)))]
-    return [
-        sorted(
-            [index for index, request in enumerate(batch) if rank in request.homes],
-            key=lambda index: batch[index].slots[rank],
-        )
-        for rank in range(num_ranks)
-    ]
 
 
 def shard_rows(batch: Sequence[Request], draft: StepDraft) -> list[Row]:
@@ -115,15 +101,10 @@ def forward(
             model.fill(fills)
         return None
     together = [*rows, *fills] if model.packed else without_gaps(rows)
-    chosen = selection([plan.decoding[index] for index in draft.mine], rows)
+    chosen = GREEDY if plan.batch.is_plain else selection([plan.decoding[index] for index in draft.mine], rows)
     if chosen.num_logprobs is not None:
-        chosen.num_logprobs = num_logprobs(plan.decoding)
+        chosen.num_logprobs = plan.batch.num_logprobs
     return model.evaluate(together, chosen, draft.num_candidates)
-
-
-def num_logprobs(batch: Sequence[Request]) -> int | None:
-    """The largest number of alternative log-probabilities that a request asks for; None if no request asks for any."""
-    return max([each.params.logprobs for each in batch if each.params.logprobs is not None], default=None)
 
 
 def without_gaps(rows: Sequence[Row]) -> list[Row]:

@@ -229,18 +229,21 @@ def packed_shape(
     return _known_shape(*sizes, True, True, in_parts and selection.is_wide, False, kept)
 
 
+@lru_cache(maxsize=1024)
 def kept_buckets(num_entries: int, most_results: int) -> Sequence[int]:
     """The values of M of a packed step: all entries have results or, beside prompt chunks, at most a quarter."""
     most = min(num_entries, bucket_of(most_results, PACKED_BUCKETS))
     return (most,) if num_entries < MANY_ENTRIES else sorted({min(num_entries // 4, most), most})
 
 
+@lru_cache(maxsize=1024)
 def sequence_buckets(num_entries: int, num_slots: int) -> Sequence[int]:
     """The values of S of a packed step."""
     buckets = (1,) if num_entries >= MANY_ENTRIES else SEQUENCE_BUCKETS
     return [*(each for each in buckets if each < num_slots), num_slots]
 
 
+@lru_cache(maxsize=1024)
 def packed_kv(batch: int, num_entries: int, rows_per_slot: int) -> Sequence[int]:
     """The values of KV of a packed step: with few entries of one sequence, keys are split by length."""
     return wide_kv(1 if batch == 1 and num_entries < MANY_ENTRIES else WIDE_BATCH, rows_per_slot)

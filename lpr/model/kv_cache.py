@@ -144,19 +144,25 @@ class KVCache(StatesInCache, Cache):
 
     # Block tables.
 
-    def assign(self, slot: int, pages: Sequence[int]) -> None:
-        """Let a slot have these pages; those that it has already in the same places cost nothing."""
-        new = np.asarray(pages, np.int32)
-        table = self.tables[slot]
-        different = np.nonzero(table[: len(new)] != new)[0]
-        if len(different):
-            self._num_begun = max(self._num_begun, int(new.max()) + 1)
-            first, last = int(different[0]), int(different[-1]) + 1
-            table[first:last] = new[first:last]
+    def assign(self, slot: int, pages: Sequence[int], first: int = 0) -> None:
+        """Let a slot have these pages from place `first` on; those that it has already there cost nothing."""
+        table, run = self.tables[slot], min(first, int(self.run_rows[slot]) // self.page_size)
+        if first and len(pages) == 1:  # of a sequence that grows: numpy takes several times as long
+            different, last = [0] if table[first] != pages[0] else [], pages[0]
+            run += bool(run == first and table[first - 1] + 1 == last)
+        else:
+            new, known = np.asarray(pages, np.int32), table[max(0, first - 1) : first]
+            different, last = np.nonzero(table[first : first + len(new)] != new)[0].tolist(), int(new.max(initial=-1))
+            if run == first:
+                joined = np.concatenate([known, new])
+                breaks = np.nonzero(np.diff(joined) != 1)[0]
+                run += (int(breaks[0]) + 1 if len(breaks) else len(joined)) - len(known)
+        self.run_rows[slot] = run * self.page_size
+        if different:
+            self._num_begun = max(self._num_begun, last + 1)
+            table[first : first + len(pages)] = pages
             if self._device_tables is not None:
-                self._changed.append(np.arange(first, last) + slot * len(table))
-        breaks = np.nonzero(np.diff(new) != 1)[0]
-        self.run_rows[slot] = (int(breaks[0]) + 1 if len(breaks) else len(new)) * self.page_size
+                self._changed.append(np.arange(different[0], different[-1] + 1) + (first + slot * len(table)))
 
     def changes(self) -> np.ndarray:
         """Int32 [2, n], for `write_changes`: places among all tables that `assign` has changed, and their pages."""

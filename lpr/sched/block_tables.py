@@ -28,7 +28,7 @@ class Table:
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     """The nodes of the leading pages, all full; the pages after them belong to this request alone."""
-    is_known: bool = False  # True if the pages are unchanged since the last `take_changed`
+    num_known: int = 0  # leading pages that are unchanged since the last `take_changed`
     room: range = range(0)  # free pages reserved for its growth
 
     def __post_init__(self) -> None:
@@ -80,12 +80,13 @@ class RankPages(Generic[R]):
         """Number of pages that no running request holds, and of the tokens in the prefix cache."""
         return self.pool.num_cached_pages, self.pool.num_cached_tokens
 
-    def take_changed(self) -> list[tuple[int, list[int]]]:
-        """Slots and pages of the tables that have changed since the last call."""
-        changed = [(slot, table.pages) for slot, table in enumerate(self._tables) if not table.is_known]
-        for slot, _ in changed:
-            self._tables[slot].is_known = True
-        return changed
+    def take_changed(self) -> list[tuple[int, list[int], int]]:
+        """Slots of the tables that have changed since the last call, their new pages, and the first one's place."""
+        changed = [(slot, each) for slot, each in enumerate(self._tables) if each.num_known < len(each.pages)]
+        found = [(slot, table.pages[table.num_known :], table.num_known) for slot, table in changed]
+        for _, table in changed:
+            table.num_known = len(table.pages)
+        return found
 
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.page_size)
@@ -250,8 +251,8 @@ class RankPages(Generic[R]):
                 own.append(node.page)
                 pool.drop(node)
         last, last_table = self.running.pop(), self._tables.pop()
-        last_table.is_known = last_table.is_known and last is request
         if last is not request:
+            last_table.num_known = 0
             if pool.snapshots is not None:
                 pool.moves.append(StateCopy(last.slots[self.rank], slot))
             last.slots[self.rank], self.running[slot], self._tables[slot] = slot, last, last_table
@@ -273,13 +274,12 @@ class RankPages(Generic[R]):
         return self.pool.snapshots.longest(root, found[0], tokens, most, self.pool.page_size)
 
     def _extend(self, table: Table, count: int, after: int | None) -> None:
-        table.is_known = False
         table.pages += self.pool.take(count, after)
 
     def _share(self, table: Table, node: Node) -> None:
         """Append a node to a table's nodes; it replaces the table's own page at that place, if any."""
         place = len(table.nodes)
-        table.is_known = False
+        table.num_known = min(table.num_known, place)
         self.pool.hold(node)
         if place < len(table.pages):
             if table.pages[place] != node.page:

@@ -79,8 +79,8 @@ class Placement(Generic[R]):
             pages.pool.moves = []
         return taken
 
-    def take_tables(self, rank: int) -> list[tuple[int, list[int]]]:
-        """Slots and pages of a rank's tables that have changed since the last call."""
+    def take_tables(self, rank: int) -> list[tuple[int, list[int], int]]:
+        """The changes of a rank's tables since the last call (RankPages.take_changed)."""
         return self._pages[rank].take_changed()
 
     def tables(self, request: R) -> list[list[int]]:

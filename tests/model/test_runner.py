@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from random import Random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,6 +107,23 @@ def test_ragged_trees_equal_sequential_evaluation(llama: PreTrainedModel, rows, 
     logits = forward([chain(slot, len(text), [5]) for slot, text in enumerate(texts)])
     for slot, text in enumerate(texts):
         assert torch.allclose(logits[slot], sequential(llama, [*text, 5])[-1], atol=2e-4)
+
+
+def test_a_table_that_grows_is_the_same_as_one_assigned_whole() -> None:
+    random = Random(1)
+    for _ in range(200):
+        pages, (grown, whole) = list[int](), (KVCache(2, 320, 64), KVCache(2, 320, 64))
+        for _ in range(8):
+            pages = pages[: random.randint(0, 9)]  # pages that others have computed replace its own ones
+            first = len(pages)
+            for _ in range(random.choice([1, 1, 2, 3])):
+                follows = pages and pages[-1] < 62 and random.random() < 0.7
+                pages.append(pages[-1] + 1 if follows else random.randrange(63))
+            whole.assign(1, pages)
+            grown.assign(1, pages[first:], first)
+            assert (grown.run_rows == whole.run_rows).all() and (grown.tables == whole.tables).all()
+            devices = [cache.device_tables(torch.device("cpu")) for cache in (grown, whole)]
+            assert torch.equal(*devices) and np.array_equal(devices[0][1], grown.tables[1])
 
 
 def test_pages_in_any_order_hold_a_sequence(llama: PreTrainedModel) -> None:

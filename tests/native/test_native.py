@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lpr.native
@@ -59,9 +59,19 @@ def test_the_extension_is_built_wherever_there_is_a_compiler() -> None:
         pytest.fail(f"pip install -e . builds it; importing it said: {lpr.native.missing}")
 
 
+def plain_plan(num_ranks: int) -> Plan:
+    """Steps without any source of drafts, for which the extension makes no drafter unless ranks compare it."""
+    sizes = TreeSizes(window_size=0, trie_nodes=0, num_candidates=0)
+    return Plan(
+        seed=1, sizes=sizes, num_sequences=3, num_steps=10, num_ranks=num_ranks, vocabulary=60, homes_change=True
+    )
+
+
 @needs_native
 @settings(max_examples=20, deadline=None)
 @given(plan=plans)
+@example(plan=plain_plan(1))
+@example(plan=plain_plan(3))
 def test_steps_are_equal(plan: Plan) -> None:
     assert_equal(run(PURE, plan), run(NATIVE, plan))
 

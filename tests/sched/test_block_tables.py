@@ -38,6 +38,8 @@ class Model:
         self.rows: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
         self.host: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
         self.num_hits = 0
+        self.followed: dict[int, list[int]] = {}
+        """By slot, the tables as far as `take_changed` tells."""
 
     def enter(self, request: Request) -> bool:
         if not self.pages.has_room(request, 2):
@@ -90,6 +92,11 @@ class Model:
     def check(self) -> None:
         """Every computed token of every running request is where its table says; pages are counted right."""
         tables = [self.pages.table(request) for request in self.pages.running]
+        for slot, pages, first in self.pages.take_changed():
+            self.followed[slot] = [*self.followed.get(slot, [])[:first], *pages]
+        for slot, each in enumerate(tables):
+            assert self.followed.get(slot, [])[: len(each.pages)] == each.pages
+        assert not self.pages.take_changed()
         for request, table in zip(self.pages.running, tables, strict=True):
             for position in range(request.num_computed_tokens[0]):
                 found = self.rows[table.pages[position // SIZE], position % SIZE]
