@@ -11,6 +11,7 @@ import os
 import ssl
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import replace
 from functools import cache
@@ -148,6 +149,31 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         print(f"\nskipped in CI, where nothing may be: {reason}")
     if missing:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the cases that `pytest` leaves out, and tests/slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases marked slow, or with --slow all others; tests/slow and what is asked for by name run whole."""
+    if any("::" in each for each in config.args):
+        return
+    slow_only, seen, chosen, others = (
+        config.getoption("--slow"),
+        Counter[str](),
+        list[pytest.Item](),
+        list[pytest.Item](),
+    )
+    for item in items:
+        mark, test = item.get_closest_marker("slow"), item.nodeid.partition("[")[0]
+        seen[test] += 1
+        is_slow = mark is not None and seen[test] > mark.kwargs.get("first", 0)
+        runs = test.startswith("tests/slow/") or is_slow == slow_only
+        (chosen if runs else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = chosen
 
 
 @pytest.hookimpl(optionalhook=True)

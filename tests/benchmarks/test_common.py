@@ -75,6 +75,7 @@ def test_counted_steps_are_those_of_the_engine(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("exact", [[], ["--exact"]], ids=["as usual", "exact"])
+@pytest.mark.slow(first=1)
 def test_exact_mode_is_a_flag_of_every_command_that_decodes(exact: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag that is parsed and lost on its way would pass for evidence of exact mode."""
     wanted = bool(exact)

@@ -480,6 +480,7 @@ def test_times_between_and_beyond_the_knots() -> None:
 
 
 @pytest.mark.parametrize("cost, temperature", [(RISING, 0.8), (DEAR, 0.0)], ids=["rising", "dear"])
+@pytest.mark.slow(first=1)
 def test_the_text_does_not_depend_on_the_sizes(cost: StepTimes, temperature: float) -> None:
     prompts, decode = PROMPTS[:4], DecodeConfig(max_batch_size=3, max_nodes=64)
     params = [SamplingParams(max_new_tokens=24, temperature=temperature, seed=seed) for seed in range(4)]
@@ -506,6 +507,7 @@ def test_sizes_are_measured_at_the_start() -> None:
 
 @pytest.mark.parametrize("max_nodes", [1, 2, 8, 12])
 @pytest.mark.parametrize("max_batch_size", [2, 3, 5, 7, 9, 20])
+@pytest.mark.slow(first=8)
 def test_every_batch_size_and_limit_can_be_measured(max_nodes: int, max_batch_size: int) -> None:
     decode = DecodeConfig(max_nodes=max_nodes, max_batch_size=max_batch_size)
     engine = Engine.from_model(tiny_model(), decode=decode)

@@ -125,6 +125,7 @@ CASES += [("gemma2", option) for option in ("user processors", "use_cache")]
 
 
 @pytest.mark.parametrize("model, option", CASES, indirect=["model"])
+@pytest.mark.slow(first=8)
 def test_greedy_ids_equal(model: PreTrainedModel, option: str) -> None:
     stock, mine = both(model, **{**THREE, **OPTIONS[option]})
     assert mine.dtype == stock.dtype and mine.tolist() == stock.tolist()

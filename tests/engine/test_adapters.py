@@ -79,6 +79,7 @@ def mixed(engine: Engine, names: list[str]) -> dict[str, Ids]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.slow(first=1)
 def test_a_mixed_batch_has_the_ids_of_peft(base: Path, of_peft: Any, num_ranks: int, is_ours: bool) -> None:
     folders, expected = of_peft
     models = [tiny_model(seed=7, spread=0.12) for _ in range(num_ranks)]

@@ -74,6 +74,7 @@ SIZES = [(1, False), (2, True), (5, False), (8, True)]
 
 
 @pytest.mark.parametrize("size, packed", SIZES)
+@pytest.mark.slow(first=2)
 def test_ids_do_not_depend_on_the_batch(size: int, packed: bool) -> None:
     """More requests than slots, of unequal prompts and ends: waiting ones take the slots of finished ones."""
     engine = batch_engine(size, packed)

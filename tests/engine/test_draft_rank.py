@@ -66,6 +66,7 @@ def compression(done: Sequence[Completion]) -> float:
         (2, 1, replace(DECODE, window_size="auto", trie_nodes="auto", max_nodes=24)),
     ],
 )
+@pytest.mark.slow(first=2)
 def test_ids_are_those_of_plain_decoding(num_ranks: int, num_drafting: int, decode: DecodeConfig) -> None:
     for params in (GREEDY, SAMPLED):
         done = drafted(num_ranks, num_drafting, decode, params)

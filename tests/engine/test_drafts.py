@@ -51,6 +51,7 @@ def check_apart(model, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.slow(first=1)
 def test_what_one_tenant_writes_does_not_speed_another_up(llama, num_ranks):
     check_apart(llama, num_ranks)
 

@@ -48,6 +48,7 @@ CASES = [("both", 3), ("window", 4), ("trie", 2), ("tiny", 4)]
 
 
 @pytest.mark.parametrize("name, num_ranks", CASES)
+@pytest.mark.slow(first=3)
 def test_the_same_text_for_any_number_of_ranks(
     model: PreTrainedModel, expected: list[list[int]], name: str, num_ranks: int
 ) -> None:

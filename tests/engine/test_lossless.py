@@ -52,6 +52,7 @@ def bundled() -> tuple[PreTrainedModel, Any]:
 
 
 @pytest.mark.parametrize("name, count", GREEDY_CASES)
+@pytest.mark.slow(first=4)
 def test_greedy_equals_transformers(name: str, count: int) -> None:
     """So many prompts x 80 tokens of the bundled model, in batches as the configuration allows."""
     engine = bundled_engine()

@@ -125,6 +125,7 @@ def complete(model: PreTrainedModel, predictions: list, num_ranks: int) -> list[
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", PREDICTIONS)
+@pytest.mark.slow(first=4)
 def test_a_prediction_changes_no_text_and_its_tokens_are_counted(
     model: PreTrainedModel, expected: list[list[int]], kind: str, num_ranks: int
 ) -> None:

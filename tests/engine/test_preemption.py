@@ -79,6 +79,7 @@ def soak(engine: Engine, seed: int, num_requests: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("swap_space", [0, 50e3 / 2**30])
+@pytest.mark.slow(first=1)
 def test_texts_are_those_of_plain_decoding(swap_space: float | None) -> None:
     engine = Engine.from_model(model(), decode=DecodeConfig(**DECODE, kv_tokens=POOL), swap_space=swap_space)
     counts = soak(engine, 0, 60)

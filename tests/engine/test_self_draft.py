@@ -219,6 +219,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES[:3], ids=lambda rule: next(iter(rule)))
+@pytest.mark.slow(first=1)
 def test_penalties_and_limits_act_on_drafts(rule: dict[str, Any]) -> None:
     engine = drafting()
     for each in (GREEDY[0], SAMPLED[1]):

@@ -219,6 +219,7 @@ def sequences(tokenizer, max_chunks=8):
 @all_tokenizers
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
+@pytest.mark.slow(first=3)
 def test_equals_decoding_everything_after_each_token(name, data):
     tokenizer = tokenizer_named(name)
     prompt = data.draw(sequences(tokenizer, 5), label="prompt")
@@ -242,6 +243,7 @@ def substrings(text):
 
 
 @all_tokenizers
+@pytest.mark.slow(first=3)
 def test_long_random_sequences(name):
     tokenizer = tokenizer_named(name)
     rng = random.Random(name)
@@ -362,6 +364,7 @@ def test_a_stop_string_found_when_a_run_of_bytes_breaks_is_cut_at_its_first_occu
 
 
 @all_tokenizers
+@pytest.mark.slow(first=2)
 def test_more_spaces_than_the_window_holds(name):
     tokenizer = tokenizer_named(name)
     space = tokenizer.convert_tokens_to_ids("▁") if "sentencepiece" in name else None

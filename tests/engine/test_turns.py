@@ -168,6 +168,7 @@ WITHIN: dict[str, Callable[[Engine], Any]] = {
 
 
 @pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.slow(first=2)
 def test_a_step_within_a_step_is_an_error(name: str, model: PreTrainedModel, expected: list[list[int]]) -> None:
     """By a processor it ends that request; by a hook it is raised; and neither has changed anything."""
     engine = Engine.from_model(model, decode=DECODE)
@@ -201,6 +202,7 @@ def test_engines_of_one_model_in_two_threads(model: PreTrainedModel, expected: l
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 3, 2, 1)])
+@pytest.mark.slow(first=1)
 def test_threads_that_generate_with_the_drop_in(sizes: tuple[int, ...], often: None) -> None:
     """Calls that fit the kept engine share it; one of more rows waits. The model is trained between calls."""
     model = tiny_model(attention_dropout=0.3).train()

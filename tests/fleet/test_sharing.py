@@ -223,6 +223,7 @@ def test_an_answer_that_is_too_long_is_passed_over(loaded, plain, server, monkey
         assert found == wanted and taken < steps
 
 
+@pytest.mark.slow
 def test_a_key_of_another_type_stops_only_sharing(loaded, plain, server):
     client = server.client()
     client.set(key_of(), b"not a stream")
@@ -303,6 +304,7 @@ def test_a_newcomer_starts_warm_from_a_snapshot(loaded, plain, server, tmp_path)
     check_newcomer(loaded, plain, server, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_snapshot_without_its_last_entry_is_found(loaded, plain, server, tmp_path, monkeypatch):
     with_all = snapshots.from_bytes
     monkeypatch.setattr(snapshots, "from_bytes", lambda stream, data: (with_all(stream, data)[0], ""))

@@ -55,6 +55,7 @@ CASES += [("llama", "inference", "inside"), ("llama", "inference", "outside"), (
 
 
 @pytest.mark.parametrize("model, name, used", CASES, indirect=["model"])
+@pytest.mark.slow(first=3)
 def test_a_mode_changes_no_text(name: str, used: str, model: PreTrainedModel, expected: list[list[int]]) -> None:
     mode = MODES[name]
     with nullcontext() if used == "inside" else mode():

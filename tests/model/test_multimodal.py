@@ -42,6 +42,7 @@ BY_NAME = {family.name: family for family in [*FAMILIES, *WRAPPERS]}
         "udop",
     ],
 )
+@pytest.mark.slow(first=3)
 def test_wrapper(name: str) -> None:
     """Some of the table's; `python -m dev.families` runs all."""
     family = BY_NAME[name]
@@ -60,6 +61,7 @@ def test_the_table_has_every_multimodal_type_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen3_5_moe"])
+@pytest.mark.slow(first=1)
 def test_types_that_are_causal_ones_too(name: str, tmp_path: Path) -> None:
     stock = save_wrapper(BY_NAME[name], str(tmp_path))
     if name == "llama4" and transformers.__version__ == "5.24.0":  # its wrapper's forward raises AttributeError

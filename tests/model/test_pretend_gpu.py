@@ -153,6 +153,7 @@ def test_prompts_and_trees_are_one_captured_step(
 
 @pytest.mark.parametrize("options", [{"graphs": False}, {"attention": "sdpa"}], ids=str)
 @pytest.mark.usefixtures("quick_start")
+@pytest.mark.slow(first=1)
 def test_without_graphs_and_without_the_kernel(
     options: dict[str, Any], gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]]
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_processor_that_fails_for_all_nodes_is_asked_along_the_path(gpu: Prete
 
 @pytest.mark.parametrize("is_closed", [False, True])
 @pytest.mark.usefixtures("quick_start")
+@pytest.mark.slow(first=1)
 def test_a_dropped_engine_frees_graphs_and_cache_at_once(is_closed: bool, gpu: PretendGpu) -> None:
     model = to_gpu(tiny_model(num_hidden_layers=1))
     assert left_of_an_engine(lambda: Engine.from_model(model, decode=SMALL), is_closed) == ["Model"]
@@ -413,6 +415,7 @@ def test_the_specification_of_sampling_stays_on_the_device(
 
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.usefixtures("quick_start")
+@pytest.mark.slow(first=1)
 def test_memory_for_pages_on_the_host_is_pinned_before_the_first_request(
     fault: bool, gpu: PretendGpu, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,6 +256,7 @@ def the_number_of_keys_decides(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention_kernel, "tree_attention", mutant)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_changes_logits_is_found() -> None:
     def wrong(graph: Any, _: Any) -> Any:
         return lambda *args: tuple(each + 0.1 * torch.randn_like(each) for each in graph(*args))

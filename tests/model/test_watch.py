@@ -75,6 +75,7 @@ CHANGES = (step_of_an_optimizer, in_place, in_data, new_data, assigned, loaded, 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+@pytest.mark.slow(first=5)
 def test_k_v_of_other_weights_is_not_used(change: Callable[[PreTrainedModel], None], tied: bool) -> None:
     model = tiny_model(tie_word_embeddings=tied)
     engine = engine_of(model)
@@ -210,6 +211,7 @@ def test_a_program_may_set_another_attention(attention: str, name: str) -> None:
 
 @pytest.mark.parametrize("first, second", [("native", "sdpa"), ("sdpa", "native")])
 @pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.slow(first=2)
 def test_engines_of_one_model_have_each_its_own_attention(first: str, second: str, exact: bool) -> None:
     params = SamplingParams(max_new_tokens=20, logprobs=0)
 

@@ -85,6 +85,7 @@ SMALL = [name for name in PUBLISHED if name.endswith(("7b", "8b"))]
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.slow(first=1)
 def test_presets_have_the_published_parameters(name: str) -> None:
     assert facts_named(name).num_parameters == pytest.approx(PUBLISHED[name], rel=0.01)
     assert read_preset(name)["parameters"] == PUBLISHED[name]
@@ -142,6 +143,7 @@ def test_kv_bytes_are_those_of_the_cache(model_type: str) -> None:
     "name",
     ["qwen3_next", "granitemoehybrid", "jamba", "mamba2", "lfm2", "zaya", "deepseek_v32"],
 )
+@pytest.mark.slow(first=2)
 def test_bytes_of_recurrent_and_sparse_models_are_those_of_the_engine(name: str) -> None:
     """States of requests and snapshots, keys of indexers, and weights."""
     model = tiny_family(next(each for each in dev.family_table.FAMILIES if each.name == name))
@@ -250,6 +252,7 @@ def test_every_style_of_the_plans_is_known() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.slow(first=3)
 def test_named_runs_fit_the_planner(path: Path) -> None:
     values = tomllib.loads(path.read_text())
     mesh = values.pop("mesh", {"lp": 1, "tp": 1})

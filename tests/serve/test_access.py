@@ -160,6 +160,7 @@ def test_metrics_can_have_a_port_of_their_own(capsys):
         ("POST", "/nowhere", 401),
     ],
 )
+@pytest.mark.slow(first=6)
 def test_bodies_are_not_read_without_a_key_or_a_need(kind, method, path, status, monkeypatch):
     if kind == "h11":
         monkeypatch.delitem(KINDS, "httptools", raising=False)

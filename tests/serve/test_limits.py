@@ -565,6 +565,7 @@ def test_body_time():
 
 
 @pytest.mark.parametrize("expression", ["{{ 'a' * n }}", "{{ 'a' * (n ** n) }}"])
+@pytest.mark.slow(first=1)
 def test_body_memory(expression):
     began = time.monotonic()
     assert overflow(expression, BODY_MEMORY=64, BODY_TIME=1000)

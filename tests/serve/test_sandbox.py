@@ -61,6 +61,7 @@ def run(work, seconds=0.5, memory=64 << 20, size=1, weights=None):
         ("leave", [], "more memory"),
     ],
 )
+@pytest.mark.slow(first=4)
 def test_a_task_that_needs_too_much_ends_alone(name, args, why):
     async def work(sandbox):
         before = await sandbox.run("tell")
@@ -355,6 +356,7 @@ LONG_WRONG = [
 
 
 @pytest.mark.parametrize("path, body, param", LONG_WRONG)
+@pytest.mark.slow(first=4)
 def test_a_long_wrong_body_is_refused_without_a_stall(service, path, body, param):
     """The front's loop has no turn of a second, counted in its own processor time: a wait on the clock also tells of a
     busy machine, where it was 2.2 s."""
@@ -623,6 +625,7 @@ def verbatim():
 
 
 @pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', '{"a": 1' + "0" * 5000 + "}", '{"a": 1e999}', "[" * 5000])
+@pytest.mark.slow(first=2)
 def test_odd_arguments_of_a_call_are_no_fault(verbatim, arguments):
     for padding in (0, 20_000):
         content = json.dumps(conversation(arguments)).encode() + b" " * padding

@@ -161,6 +161,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.slow(first=6)
 def test_rules(name: str, exact: bool) -> None:
     step = make_step()
     assert difference(step, attended(step, exact=exact, **RULES[name]), **RULES[name]) < 1e-5
@@ -186,6 +187,7 @@ def check_half(step: Step, found: torch.Tensor, error: float = 1e-5, **rules: An
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.slow(first=24)
 def test_few_lanes(name: str, count: int, dtype: torch.dtype) -> None:
     """Up to eleven heads of entries of a group, which short registers compute in another way; trees of 600 tokens."""
     heads, rules = (count, 1) if count > 3 else (3 * count, 3), RULES[name]
@@ -201,6 +203,7 @@ def test_few_lanes(name: str, count: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+@pytest.mark.slow(first=1)
 def test_a_chain_sees_its_past_and_no_more(heads: tuple[int, int]) -> None:
     """Wherever a block of 64 keys ends between the entries of a vector of lanes; AMX takes whole blocks of bfloat16."""
     step = make_step(heads, dtype=torch.bfloat16, lengths=tuple((cached, 70) for cached in range(30, 94)))
@@ -220,6 +223,7 @@ def by_amx(step: Step) -> bool:
 @pytest.mark.parametrize("page_size", [8, 16])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (24, 40), (32, 16), (128, 112)])
+@pytest.mark.slow(first=5)
 def test_half_precision(dims: tuple[int, int], exact: bool, page_size: int) -> None:
     step = make_step(dims=dims, dtype=torch.bfloat16, page_size=page_size)
     check_half(step, attended(step, exact=exact))
@@ -227,6 +231,7 @@ def test_half_precision(dims: tuple[int, int], exact: bool, page_size: int) -> N
 
 @pytest.mark.parametrize("heads", [(6, 2), (16, 1), (3, 3)])
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.slow(first=8)
 def test_rules_in_half_precision(name: str, heads: tuple[int, int]) -> None:
     rules = RULES[name]
     if "sinks" in rules:

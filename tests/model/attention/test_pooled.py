@@ -68,6 +68,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 
 
 @pytest.mark.parametrize("name", FEW)
+@pytest.mark.slow
 def test_nodes_have_the_logits_of_their_paths(name: str, shared: Shared) -> None:
     model, _ = shared(name)
     assert worst_difference(Adapter(model), 2) < 1e-4

@@ -126,6 +126,7 @@ def texts(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float) 
 
 
 @pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.slow(first=1)
 def test_sampled_ids_equal_those_of_plain_decoding(name: str) -> None:
     """Ragged batches with drafts, the second time on prefixes that are in the cache, against one token at a time."""
     plain_config = DecodeConfig.autoregressive(max_length=120)

@@ -172,6 +172,7 @@ SHARED_BY = [("window", 2), ("trie", 1), ("both in a batch", 4)]
 
 
 @pytest.mark.parametrize("decode, num_ranks", SHARED_BY)
+@pytest.mark.slow(first=1)
 def test_the_same_ids_in_bfloat16(
     decode: str, num_ranks: int, half_model: PreTrainedModel, half_ids: list[list[int]]
 ) -> None:
@@ -196,6 +197,7 @@ def half_group(exact: bool = True) -> Group:
 
 
 @pytest.mark.parametrize("exact_mode", [True, False])
+@pytest.mark.slow(first=1)
 def test_ids_and_logits_of_the_evidence(exact_mode: bool) -> None:
     """What benchmarks.exactness runs for hours: batches, fills, prefixes, restarts and ranks, in a small way."""
     group = half_group(exact_mode)
@@ -414,6 +416,7 @@ def test_what_multiplies_by_code_of_its_own_is_refused(multiply: Callable[[torch
 
 
 @pytest.mark.parametrize("name", sorted({each.__name__ for each in functions.ELEMENTWISE}))
+@pytest.mark.slow(first=4)
 def test_functions_round_alike_wherever_a_value_lies(
     name: str, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def ids(model: Any, **options: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(first=6)
 def test_logits_of_a_family(family: str, dtype: torch.dtype) -> None:
     if not can_pack(dtype, 2):
         pytest.skip("this machine allows no packed bfloat16")
@@ -129,6 +130,7 @@ def test_a_packed_product_that_changes_with_its_height_is_refused(monkeypatch: p
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+@pytest.mark.slow(first=6)
 def test_one_call_has_the_bits_of_the_parts(
     family: str, dtype: torch.dtype, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def rest_now_and_then(engine: Engine, params: SamplingParams) -> list[int]:
 
 
 @pytest.mark.parametrize("late", [1, 5, 256])
+@pytest.mark.slow(first=1)
 def test_a_head_that_has_rested_has_missed_nothing(
     loaded: Loaded, guessed: list[tuple[Chain, HeadDraft]], monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
@@ -254,6 +255,7 @@ def test_a_block_holds_for_its_path_alone() -> None:
 @pytest.mark.parametrize(
     ("model_type", "form"), [("deepseek_v3", DEEPSEEK), ("glm4_moe", DEEPSEEK), ("qwen3_next", QWEN), ("qwen2", MIMO)]
 )
+@pytest.mark.slow(first=2)
 def test_checkpoints_of_families_that_have_heads(tmp_path: Path, model_type: str, form: Form) -> None:
     checkpoint_with_head(tmp_path, model_type, form)
     decode = DecodeConfig(window_size=0, trie_nodes=16, max_batch_size=2, max_length=96)
@@ -284,6 +286,7 @@ def test_a_head_beside_a_checkpoint(loaded: Loaded, tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.parametrize("is_ours", [False, True])
+@pytest.mark.slow(first=1)
 def test_guesses_of_a_draft_vocabulary(
     loaded: Loaded, plain: list[list[int]], guessed: list[tuple[Chain, HeadDraft]], tmp_path: Path, is_ours: bool
 ) -> None:

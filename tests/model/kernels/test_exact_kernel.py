@@ -112,6 +112,7 @@ CASES = [(rule, torch.float32) for rule in RULES] + [("plain", torch.bfloat16), 
 
 
 @pytest.mark.parametrize("rule, dtype", CASES, ids=str)
+@pytest.mark.slow(first=2)
 def test_an_entry_has_the_same_bits_in_every_tree(rule: str, dtype: torch.dtype) -> None:
     world, rules, text = World((3, 1), dtype), RULES[rule], 125
     tree = random_tree(10, seed=1)

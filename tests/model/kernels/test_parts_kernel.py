@@ -178,6 +178,7 @@ def found_and_expected(params: SamplingParams) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("params", [NARROW, BOTH, FEW])
+@pytest.mark.slow(first=1)
 def test_without_a_fault(params: SamplingParams) -> None:
     found, expected = found_and_expected(params)
     assert found == expected

@@ -43,6 +43,7 @@ def test_the_same_ids_as_the_specification(drawn: tuple[torch.Tensor, Selection]
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
+@pytest.mark.slow(first=2)
 def test_a_large_vocabulary_in_any_blocks(params: SamplingParams) -> None:
     logits = peaked(torch.Generator().manual_seed(7), 3, 128256)
     logits[2] *= 0.3

@@ -151,6 +151,7 @@ def test_inputs_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("kind", ["delta", "ssd", "per channel"])
+@pytest.mark.slow(first=1)
 def test_exact_linear_attention(kind: str) -> None:
     assert max(linear(World.make(), kind, 16, 24, exact=True)) < 1e-5 * 4
 

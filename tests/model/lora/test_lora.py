@@ -60,6 +60,7 @@ def check_mixed(engine: Engine, model: PreTrainedModel, folders: dict[str, Path]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow(first=2)
 def test_families(name: str, tmp_path: Path) -> None:
     sizes, modules = FAMILIES[name]
     model = tiny_model(name, seed=7, spread=0.12, **sizes)
@@ -129,6 +130,7 @@ def test_captured_steps_have_adapters(model: PreTrainedModel, tmp_path: Path, dr
 @NEEDS_CPP
 @pytest.mark.parametrize("fault", [None, "height"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow(first=1)
 def test_exact_mode_has_the_same_bits_for_each_batch_and_tree(
     model: PreTrainedModel, tmp_path: Path, dtype: torch.dtype, fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

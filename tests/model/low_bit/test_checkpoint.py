@@ -45,6 +45,7 @@ def check_ids(engine: Engine, reference: Any, count: int = 16) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow(first=6)
 def test_ids_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
     reference = write(tmp_path, CASES[name])
     engine = Engine.from_pretrained(str(tmp_path))
@@ -59,6 +60,7 @@ def test_ids_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> No
     + [("qwen3_moe", CASES[name]) for name in ("fp8-tensor", "ct-fp8-channel", "ct-w4a16", "gptq-asymmetric", "awq")],
     ids=lambda each: each if isinstance(each, str) else each.config["quant_method"],
 )
+@pytest.mark.slow(first=2)
 def test_ids_of_experts_are_those_of_the_dequantised_model(family: str, case: Case, tmp_path: Path) -> None:
     reference = write(tmp_path, case, family, **EXPERTS[family])
     engine = Engine.from_pretrained(str(tmp_path))

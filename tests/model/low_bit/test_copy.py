@@ -86,6 +86,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("is_accelerated", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(first=6)
 def test_a_copy_is_near_the_model_which_stays_as_it_is(family: str, is_accelerated: bool) -> None:
     model = model_of(family)
     world = World(model, is_accelerated)
@@ -180,6 +181,7 @@ def test_a_pass_of_the_copy_is_one_call(dtype: torch.dtype, monkeypatch: pytest.
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow(first=6)
 def test_the_parts_of_a_copy_are_called_directly(family: str, dtype: torch.dtype) -> None:
     """With the logits of its forward, or not at all."""
     if native.DecoderLayers is None or not can_tile(dtype, 2):

@@ -195,6 +195,7 @@ def soak(engine: Engine, seed: int, num_requests: int) -> None:
 
 
 @pytest.mark.parametrize("home_ranks", [None, "auto"])
+@pytest.mark.slow(first=1)
 def test_slots_snapshots_and_preemption_keep_texts(home_ranks: Any) -> None:
     """On one rank, and on two of which each serves requests of its own."""
     extra = {} if home_ranks is None else {"home_ranks": home_ranks}
@@ -297,6 +298,7 @@ def worst_of_any_tree(adapter: Adapter, packed: bool) -> float:
 
 
 @pytest.mark.parametrize("name", [*SOME, "kimi_linear", *REPLACED])
+@pytest.mark.slow(first=2)
 def test_any_tree_has_the_logits_of_its_paths(name: str) -> None:
     """In padded batches, and in packed ones where the check at load allows them."""
     runner = TreeModel(shared_model(name), attention="sdpa")
@@ -536,6 +538,7 @@ def test_what_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next"])
+@pytest.mark.slow
 def test_half_precision(name: str) -> None:
     """Scans are fp32. Equal steps give equal ids; others may differ from plain decoding where rounding decides."""
     model = (hybrid(name) if name in KINDS else tiny_model(BY_NAME[name])).to(torch.bfloat16)

@@ -154,6 +154,7 @@ def pick_as_before(logits: torch.Tensor, selection: Selection) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
+@pytest.mark.slow(first=3)
 def test_no_id_has_changed_since_it_was_first_written(params: SamplingParams) -> None:
     generator = torch.Generator().manual_seed(8)
     for start in range(0, 1600, 400):

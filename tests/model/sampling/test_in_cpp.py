@@ -33,6 +33,7 @@ def test_the_same_ids_as_the_specification(drawn: tuple[torch.Tensor, Selection]
 
 @pytest.mark.parametrize("params", [*PARAMS, FLAT], ids=range(len(PARAMS) + 1))
 @pytest.mark.parametrize("scale", [0.1])
+@pytest.mark.slow(first=2)
 def test_a_large_vocabulary(params: SamplingParams, scale: float) -> None:
     """With a scale of 0.1 limits allow most of the tokens, and what they refuse comes up."""
     logits = peaked(torch.Generator().manual_seed(4), 6, 262_144) * scale

@@ -61,6 +61,7 @@ def naive(model, prompt, params, change=lambda scores, output: scores):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.slow(first=2)
 def test_logprobs_are_the_models_own(generate, model, temperature):
     params = [SamplingParams(max_new_tokens=20, temperature=temperature, seed=4, logprobs=n) for n in (3, 0)]
     for prompt, each, done in zip(PROMPTS, params, generate(PROMPTS, params), strict=True):
@@ -107,6 +108,7 @@ def test_a_processed_choice_has_the_models_own_logprob(generate, model):
 @pytest.mark.parametrize(
     "temperature, presence, frequency, bias", [(0.0, 0.7, 0.0, ()), (0.8, -0.5, 0.3, ((7, 2.0), (9, -50.0)))]
 )
+@pytest.mark.slow(first=1)
 def test_penalties_and_bias_as_openai_defines_them(generate, model, temperature, presence, frequency, bias):
     params = SamplingParams(
         max_new_tokens=24, temperature=temperature, seed=2, presence_penalty=presence, frequency_penalty=frequency,

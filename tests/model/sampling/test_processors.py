@@ -164,6 +164,7 @@ def check(engine: Engine, model: PreTrainedModel, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow(first=2)
 def test_equals_plain_decoding(engine: Engine, model: PreTrainedModel, case: str) -> None:
     check(engine, model, case)
 
@@ -431,6 +432,7 @@ def failing_at(length: int, how: str) -> Processor:
     ],
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.slow(first=3)
 def test_a_failing_processor_ends_its_request_only(
     model: PreTrainedModel, how: str, message: str, num_ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -533,6 +535,7 @@ def test_a_cache_that_keeps_nan_is_noticed(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.slow(first=2)
 def test_nan_ends_its_request_only(model: PreTrainedModel, num_ranks: int, temperature: float) -> None:
     """In the prompt, and in the middle of an output; the slots are used again afterwards."""
     params = SamplingParams(max_new_tokens=40, temperature=temperature, top_k=5 if temperature else 0)

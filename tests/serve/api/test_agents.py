@@ -61,6 +61,7 @@ def ask(service, path="/v1/chat/completions", **body):
 # Chats.
 
 
+@pytest.mark.slow
 def test_a_chat_calls_tools_and_goes_on_with_their_results(service):
     create = service.openai.chat.completions.create
     answer = create(model="fake", messages=USER, tools=[TOOL])
@@ -426,6 +427,7 @@ def steps_of(stream, path, service, cut=10**9):
         ("/v1/messages", {"messages": USER, "max_tokens": 500, "tools": [ANTHROPIC_TOOL]}),
     ],
 )
+@pytest.mark.slow(first=1)
 def test_a_stream_of_blocks_goes_on_at_another_service(service, path, body):
     """Byte for byte, wherever it breaks off, within texts and calls, but for what any two answers are called."""
     fields = {**body, "stream": True, "temperature": 0.5, "seed": 3}
@@ -454,6 +456,7 @@ def test_a_stream_of_blocks_goes_on_at_another_service(service, path, body):
 @pytest.mark.parametrize(
     "path, body", [("/v1/responses", {"input": "u"}), ("/v1/messages", {"messages": USER, "max_tokens": 9})]
 )
+@pytest.mark.slow(first=1)
 def test_a_failure_within_a_stream_is_an_event(path, body):
     from lpr.protocol import Chunk, ErrorCode, Failure
 
@@ -541,6 +544,7 @@ def test_a_client_of_anthropic_raises_for_a_deleted_request_and_does_not_ask_aga
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.slow(first=3)
 def test_delete_ends_a_request_of_every_route_with_what_it_has(service, path, stream):
     service.driver.hold = True
     body, named = {"model": "fake", "stream": stream, **ROUTES[path]}, {"X-Request-Id": "mine"}

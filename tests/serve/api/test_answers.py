@@ -163,6 +163,7 @@ def test_what_came_before_a_failure_is_sent():
 
 
 @pytest.mark.parametrize("flags", [{"pad_stream": True}, {"pad_stream": True, "stream_interval": 30.0}])
+@pytest.mark.slow(first=1)
 def test_openais_client_reads_it(flags):
     import openai
 

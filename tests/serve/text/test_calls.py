@@ -207,6 +207,7 @@ def accepts(grammar, tokenizer, text):
 
 @pytest.mark.parametrize("has_tokens", [True, False])
 @pytest.mark.parametrize("name", [each.name for each in FORMATS])
+@pytest.mark.slow(first=10)
 def test_a_grammar_takes_what_the_family_writes_and_nothing_else(name, has_tokens):
     tokens, tokenizer = vocabulary(*(MARKS.get(name, ()) if has_tokens else ()))
     text = calls(name)

@@ -267,6 +267,7 @@ def test_a_text_far_above_the_context_is_known_by_its_characters():
 
 
 @pytest.mark.parametrize("source", BOUNDED.values(), ids=BOUNDED)
+@pytest.mark.slow(first=2)
 def test_only_as_much_of_a_long_text_is_encoded_as_fits(source, monkeypatch):
     """With the same result as if all were."""
     dice = random.Random(5)

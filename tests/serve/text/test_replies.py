@@ -28,6 +28,7 @@ def read(name, text, tools, thoughts=None, begun=False):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow(first=5)
 def test_nothing_is_lost_and_calls_are_typed(name):
     assert sum(written.check(name, seed, all_cuts=seed < 1) for seed in range(4)) > 2
 
@@ -192,6 +193,7 @@ def reading_seconds(name: str, text: str, size: int) -> float:
 
 @pytest.mark.parametrize("size", [1, 1 << 30])
 @pytest.mark.parametrize("name", UNITS)
+@pytest.mark.slow(first=2)
 def test_time_is_linear(name, size):
     """Eight times the text takes no more than twenty times as long: 64 would be quadratic."""
     for unit in UNITS[name]:
