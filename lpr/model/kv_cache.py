@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from lpr.config import PAGE_SIZE
 from lpr.model.cpu.memory import zeros
+from lpr.model.fp8_cache import as_read, as_stored
 from lpr.model.host_pages import HostPages, swap_ms
 from lpr.model.moves import move_rows
 from lpr.model.recurrent.states import States, StatesInCache
@@ -25,7 +26,6 @@ from lpr.model.transfer import to_device
 from lpr.native import PagedAttention, place_packed, place_rows
 
 Pair = tuple[Tensor, Tensor]
-FP8 = torch.float8_e4m3fn
 
 
 class _NoLayers(list[Any]):
@@ -60,10 +60,7 @@ class KVCache(StatesInCache, Cache):
     def __init__(
         self, num_slots: int, rows_per_slot: int, num_pages: int | None = None, page_size: int = PAGE_SIZE
     ) -> None:
-        """An empty cache; the first forward shows the layers' shapes and makes the tensors.
-
-        Without `num_pages` each slot has pages of its own for all its rows, and needs no `assign`.
-        """
+        """An empty cache; the first forward makes its tensors. Without `num_pages` each slot has pages of its own."""
         super().__init__(layers=_NoLayers())  # without transformers' objects per layer
         self.states = States(num_slots)
         """The states of recurrent layers."""
@@ -86,8 +83,7 @@ class KVCache(StatesInCache, Cache):
         """The pools of all other layers."""
         self._flat: dict[int, tuple[tuple[Tensor, int], tuple[Tensor, int]]] = {}
         """All rows [layers * rows, heads, dim] of what holds a layer's keys and values, and where the layer's begin."""
-        self.in_fp8 = False
-        """Caches that `resized` makes keep each number in 8 bits (E4M3, without scales; the nearest, at most 448)."""
+        self.in_fp8 = False  # True: caches that `resized` makes keep K/V in FP8
         self.adapters: Any = None
         """The adapters of its slots, a SlotAdapters (lpr.model.lora.bank); None if no slot has one."""
         self._device_tables: Tensor | None = None
@@ -114,7 +110,7 @@ class KVCache(StatesInCache, Cache):
         groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for layer, pair in self.layer_tensors.items():
             for side, tensor in enumerate(pair):
-                dtype = torch.uint8 if self.in_fp8 else tensor.dtype  # not all of torch's copies know FP8
+                dtype = torch.uint8 if self.in_fp8 else tensor.dtype
                 kind = (layer in made._fixed, side, tensor.shape[1:], dtype, tensor.device)
                 groups.setdefault(kind, []).append((layer, side))
         places: dict[tuple[int, int], tuple[Tensor, int]] = {}
@@ -252,13 +248,13 @@ class KVCache(StatesInCache, Cache):
             return self._update_compiled(step, layer_idx, states)
         views = []
         for side, new in zip(self.layer_tensors[layer_idx], states, strict=True):
-            new = _as_stored(new, side)
+            new = as_stored(new, side)
             if block.first_row is not None and not step.packed:  # the entries lie side by side
                 side.narrow(0, block.first_row, new.shape[2]).copy_(new[0].transpose(0, 1))
             else:
                 side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
             step.hand_out(side)
-            whole = _as_read(side).transpose(0, 1)[None]
+            whole = as_read(side).transpose(0, 1)[None]
             by_row = step.packed or block.table is not None or step.pages is not None
             views.append(whole if by_row else self.of_block(whole, block))
         return views[0], views[1]
@@ -290,8 +286,8 @@ class KVCache(StatesInCache, Cache):
         """As `update`, of whole tensors, as a compiler would copy all memory that views share around each write."""
         block, views = step.blocks[0], []
         for (flat, start), new in zip(self._flat[layer], states, strict=True):
-            flat.index_copy_(0, step.write_rows + start, _as_stored(new, flat).transpose(1, 2).flatten(0, 1))
-            whole = _as_read(flat).narrow(0, start, self.num_rows).transpose(0, 1)[None]
+            flat.index_copy_(0, step.write_rows + start, as_stored(new, flat).transpose(1, 2).flatten(0, 1))
+            whole = as_read(flat).narrow(0, start, self.num_rows).transpose(0, 1)[None]
             views.append(whole if block.table is not None else self.of_block(whole, block))
         return views[0], views[1]
 
@@ -422,16 +418,3 @@ class KVCache(StatesInCache, Cache):
     def swap_ms(self) -> float:
         """Measured milliseconds to copy a page to host memory and back."""
         return swap_ms(self._pools, self.page_size)
-
-
-def _as_stored(states: Tensor, pool: Tensor) -> Tensor:
-    """K or V as `pool` keeps them: as they are, or in FP8 as bytes."""
-    if pool.dtype is not torch.uint8:
-        return states
-    most = torch.finfo(FP8).max
-    return states.clamp(-most, most).to(FP8).view(torch.uint8)
-
-
-def _as_read(pool: Tensor) -> Tensor:
-    """A pool with the type of its numbers."""
-    return pool.view(FP8) if pool.dtype is torch.uint8 else pool

@@ -266,7 +266,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     given = {"dtype": "float32", "device": "cpu", "attention": "sdpa", "graphs": False, "compile": "on",
              "tp_backend": "deepspeed", "costs": costs, "prefix_reuse": False, "exact": True,
              "revision": "abc", "kv_memory": 0.25, "swap_space": 2.5, "self_draft": "int8", "draft_ranks": 2,
-             "lora_modules": ("a=/x",), "enable_lora": True}  # fmt: skip
+             "lora_modules": ("a=/x",), "enable_lora": True, "kv_dtype": "fp8"}  # fmt: skip
     assert set(given) == {field.name for field in fields(EngineOptions)}, "a new option needs a value here"
     flags = []
     for name, value in given.items():

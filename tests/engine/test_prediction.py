@@ -147,12 +147,13 @@ def test_a_draft_that_is_taken_for_the_text_shows(
 ) -> None:
     advance = Request.advance
 
-    def mutant(self: Request, outcome: Outcome) -> None:
-        self.tokens[-1] = self.prediction[0]
-        outcome.concluded.emitted[-1:] = [self.prediction[0]]
-        advance(self, outcome)
+    def mutant(batch: Sequence[Request], outcomes: Sequence[Outcome]) -> list[Request]:
+        for request, outcome in zip(batch, outcomes, strict=True):
+            request.tokens[-1] = request.prediction[0]
+            outcome.concluded.emitted[-1:] = [request.prediction[0]]
+        return advance(batch, outcomes)
 
-    monkeypatch.setattr(Request, "advance", mutant)
+    monkeypatch.setattr(Request, "advance", staticmethod(mutant))
     requests = complete(model, PREDICTIONS["wrong"](expected), 1)
     assert [each.token_ids for each in requests] != expected
 

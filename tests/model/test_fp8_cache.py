@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-import lpr.model.kv_cache
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
-from lpr.model.kv_cache import FP8
+from lpr.model.fp8_cache import FP8, as_read, as_stored
 from tests.fakes.models import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -65,8 +64,8 @@ def test_greedy_ids_are_those_of_transformers_with_rounded_keys_and_values() -> 
 
 def test_large_numbers_do_not_become_nan() -> None:
     pool = torch.zeros(4, dtype=torch.uint8)
-    stored = lpr.model.kv_cache._as_stored(torch.tensor([-1e4, 3.0, 447.0, 1e4]), pool)
-    assert lpr.model.kv_cache._as_read(stored).float().tolist() == [-448, 3, 448, 448]
+    stored = as_stored(torch.tensor([-1e4, 3.0, 447.0, 1e4]), pool)
+    assert as_read(stored).float().tolist() == [-448, 3, 448, 448]
 
 
 @pytest.mark.parametrize(
