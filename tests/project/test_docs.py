@@ -38,8 +38,9 @@ NOT_FLAGS_OF_OURS = {
     "--speculative-config", "--additional-config", "--async-scheduling",
     "--model-path", "--speculative-algorithm", "--speculative-num-draft-tokens", "--speculative-ngram-max-trie-depth",
     "--speculative-ngram-capacity", "--speculative-ngram-external-corpus-path",
+    "--slow",
 }  # fmt: skip
-"""Flags of sbatch, valkey-server, cibuildwheel, mike, vLLM and SGLang, which the tests do not install."""
+"""Flags of sbatch, valkey-server, cibuildwheel, mike, vLLM and SGLang, which no test installs, and of our tests."""
 OTHER_PATHS = {"/models", "/cache", "/dev/shm"}
 """Absolute paths of the container image, which look like routes of the service."""
 FOLDERS = ("benchmarks", "configs", "dev", "docs", "launch", "lpr", "tests", ".ci")
