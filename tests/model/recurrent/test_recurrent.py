@@ -195,7 +195,6 @@ def soak(engine: Engine, seed: int, num_requests: int) -> None:
 
 
 @pytest.mark.parametrize("home_ranks", [None, "auto"])
-@pytest.mark.slow(first=1)
 def test_slots_snapshots_and_preemption_keep_texts(home_ranks: Any) -> None:
     """On one rank, and on two of which each serves requests of its own."""
     extra = {} if home_ranks is None else {"home_ranks": home_ranks}
