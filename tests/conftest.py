@@ -159,12 +159,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out cases marked slow, or with --slow all others; tests/slow and what is asked for by name run whole."""
     if any("::" in each for each in config.args):
         return
-    slow_only, seen, chosen, others = (
-        config.getoption("--slow"),
-        Counter[str](),
-        list[pytest.Item](),
-        list[pytest.Item](),
-    )
+    slow_only, seen = config.getoption("--slow"), Counter[str]()
+    chosen, others = list[pytest.Item](), list[pytest.Item]()
     for item in items:
         mark, test = item.get_closest_marker("slow"), item.nodeid.partition("[")[0]
         seen[test] += 1

@@ -11,6 +11,7 @@ from typing import Literal
 from lpr.config import InputError
 from lpr.core.step_times import StepTimes, read_step_times
 
+KvDtype = Literal["auto", "fp8"]
 SelfDraft = Literal["auto", "off", "int8", "fp8", "int4"]
 
 
@@ -54,7 +55,7 @@ class EngineOptions:
     exact: bool = False
     """Give the same logits, bit for bit, for every shape of a step, in half precision too: a fifth to two fifths slower
     on a CPU. A model that cannot is refused."""
-    kv_dtype: Literal["auto", "fp8"] = "auto"
+    kv_dtype: KvDtype = "auto"
     """fp8: K/V in 8 bits (E4M3, without scales), so that twice the tokens have room. It changes tokens, for all ways to
     decode alike. On a GPU (compute capability 8.9), with attention triton, without exact. auto: as the model."""
     prefix_reuse: bool = True

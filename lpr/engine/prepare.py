@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -17,7 +18,7 @@ from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
 from lpr.engine.exchange import check_replica, common_gemm_rows, worst_of_replica
-from lpr.engine.options import EngineOptions, load_step_times
+from lpr.engine.options import EngineOptions, KvDtype, load_step_times
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
@@ -89,6 +90,8 @@ def prepare(
         replica_facts["model"] = model_digest(loaded.model)
         own_head = head_digest(loaded.head)
     try:
+        if options.kv_dtype not in (known := get_args(KvDtype)):
+            raise InputError(f"kv_dtype {options.kv_dtype!r} is none of {', '.join(known)}")
         if options.kv_dtype == "fp8" and options.exact:
             raise InputError("kv_dtype='fp8' rounds K and V, which exact mode does not allow")
         has_head = loaded.head is not None and _wants_head(model, decode)
@@ -108,7 +111,7 @@ def prepare(
         if comm.num_drafting and (why := why_no_copy(like, comm)) is not None:
             raise InputError(f"draft_ranks={options.draft_ranks}: {why}")
         if not comm.serves or (options.self_draft != "off" and not comm.num_drafting):
-            _use_copy(model, options, like, comm)
+            _use_copy(model, options, like, comm, decode.max_batch_size)
         model.sampler.check_part(model.adapter)
         longest_sequence(loaded, decode)
         if is_driver(comm):
@@ -222,7 +225,7 @@ def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache
     return options.self_draft != "auto" or decode.adaptive
 
 
-def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm) -> None:
+def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm, max_batch_size: int) -> None:
     """Make a low-bit copy of the model for drafting; raises InputError if a requested form cannot be made."""
     named = "int8" if options.self_draft == "off" else options.self_draft  # "off": a draft-only rank
     form = _auto_form(model) if named == "auto" else named
@@ -232,7 +235,7 @@ def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Com
         if why is None and not is_wanted and not _has_room(model, comm):
             why = "there is no memory for a copy"
         if why is None:
-            model.use_copy(partial(make_copy, model.model, form), like)
+            model.use_copy(partial(make_copy, model.model, form), like, max_batch_size)
             assert model.self_drafter is not None and isinstance(model.self_drafter.copy, LowBitCopy)
             taken = model.self_drafter.copy.num_bytes / 2**20, time.perf_counter() - began
             logger.info("a copy in %s drafts: %.0f MiB, made and timed in %.1f s", form, *taken)

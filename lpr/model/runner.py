@@ -159,12 +159,12 @@ class TreeModel:
         self.guess_ms += (time.perf_counter() - began) * 1e3
         return drafts
 
-    def use_copy(self, make_copy: Callable[[], Callable[..., Any]], like: KVCache) -> None:
+    def use_copy(self, make_copy: Callable[[], Callable[..., Any]], like: KVCache, max_batch_size: int) -> None:
         """Attach a low-bit copy for drafting; raises any error of a copy that does not fit. `like` is the check's
         cache."""
         drafter = SelfDrafter(self.adapter, make_copy)
         drafter.go_direct(like)
-        drafter.measure(like)
+        drafter.measure(like, max_batch_size)
         self.self_drafter = drafter
 
     def draft(self, endings: Sequence[Ending]) -> None:

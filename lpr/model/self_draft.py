@@ -195,10 +195,11 @@ class SelfDrafter:
         if direct is not None and torch.allclose(direct.logits(rows, like), expected, rtol=1e-3, atol=1e-3):
             self.direct = direct
 
-    def measure(self, like: KVCache) -> None:
-        """Time passes."""
-        cache = like.resized(max(TIMED_TOGETHER), 4 + NUM_ROWS)
-        for count, repeats in ((1, NUM_TIMED), *((many, 2) for many in TIMED_TOGETHER)):
+    def measure(self, like: KVCache, max_batch_size: int) -> None:
+        """Time passes of a batch's sizes in a small cache like `like`."""
+        together = [each for each in TIMED_TOGETHER if each <= 2 * max_batch_size]
+        cache = like.resized(max([1, *together]), 4 + NUM_ROWS)
+        for count, repeats in ((1, NUM_TIMED), *((many, 2) for many in together)):
             took = list[float]()
             for _ in range(repeats):
                 began = time.perf_counter()

@@ -93,6 +93,14 @@ def test_ids_are_those_of_plain_decoding(form: str, attention: str) -> None:
         assert accepted > (60 if form == "int8" else 20)
 
 
+@pytest.mark.parametrize("max_batch_size, sizes", [(1, [1]), (2, [1, 4]), (8, [1, 4, 16])])
+def test_passes_of_a_batch_are_timed_at_the_start(max_batch_size: int, sizes: list[int]) -> None:
+    engine = drafting(replace(DECODE, max_batch_size=max_batch_size))
+    assert engine.model.self_drafter is not None
+    assert list(engine.model.self_drafter.first_ms) == sizes
+    assert min(engine.model.self_drafter.first_ms.values()) > 0
+
+
 def test_a_pass_that_reads_half_of_the_head_drafts_what_the_text_has_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "LEAST_PANELS", 1)
     accepted = []

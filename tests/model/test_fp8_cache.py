@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.model.attention import dense
 from lpr.model.fp8_cache import FP8, as_read, as_stored
 from tests.fakes.models import tiny_model
 
@@ -68,9 +69,18 @@ def test_large_numbers_do_not_become_nan() -> None:
     assert as_read(stored).float().tolist() == [-448, 3, 448, 448]
 
 
+def test_attention_without_the_kernel_reads_them() -> None:
+    """For a bias on scores, which the kernel does not take."""
+    query, states = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8).to(FP8)
+    parts = [dense._attend(query, each, each, None, dense.Scoring.of(query)) for each in (states, states.float())]
+    assert torch.equal(*parts)
+
+
 @pytest.mark.parametrize(
-    "options", [{"attention": "sdpa"}, {"attention": "native"}, {"attention": "auto"}, {"exact": True}], ids=str
+    "options",
+    [{"kv_dtype": "int8"}, {"attention": "sdpa"}, {"attention": "native"}, {"attention": "auto"}, {"exact": True}],
+    ids=str,
 )
 def test_what_cannot_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="kv_dtype='fp8'.* (it needs|rounds) "):
+    with pytest.raises(InputError, match="kv_dtype='fp8'.* (it needs|rounds) |kv_dtype 'int8' is none of auto, fp8"):
         engine(PLAIN, **options)

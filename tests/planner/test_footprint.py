@@ -390,8 +390,10 @@ def test_the_pool_is_that_of_the_engine() -> None:
         make_plan(Args(model="codellama-34b", shared_tokens=2000))
 
 
-def test_keys_and_values_in_8_bits_have_room_for_more_tokens() -> None:
+def test_keys_and_values_in_8_bits_have_room_for_more_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     plans = [make_plan(Args(model="codellama-34b", gpus=4, kv_dtype=kind)) for kind in ("auto", "fp8")]
     whole, halves = (plan.rows[-1] for plan in plans)
     assert 2 * halves.kv_token_bytes == whole.kv_token_bytes
     assert halves.needs == whole.needs
+    assert main(["--model", "codellama-34b", "--gpus", "4", "--kv-dtype", "fp8"]) == 0
+    assert "in bfloat16, K/V in FP8" in capsys.readouterr().out

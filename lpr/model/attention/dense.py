@@ -123,7 +123,7 @@ def tree_attention(
     scoring, step = Scoring.of(query, **given), current_step()
     if step is not None and step.blocks[0].table is not None:
         check_passed_on(step, key, value)
-        key, value = (step.cache.of_block(each, step.blocks[0]).to(query.dtype) for each in (key, value))
+        key, value = (step.cache.of_block(each, step.blocks[0]) for each in (key, value))
     if not isinstance(attention_mask, list):
         parts = query, key, value, attention_mask, scoring
         out = _attend(*parts) if step is None else _attend_block(step, step.blocks[0], *parts)
@@ -172,6 +172,7 @@ def _attend(
     The heads of a GQA group are folded into the query axis instead of repeating K and V (1.2 to 5 times faster on a
     CPU). Group sizes come from the tensors and never from the config, so a tensor-parallel shard works unchanged.
     """
+    key, value = key.to(query.dtype), value.to(query.dtype)  # FP8 of a cache
     batch, num_heads, length, dim = query.shape
     num_kv_heads, num_kv = key.shape[1], key.shape[2]
     group = num_heads // num_kv_heads
