@@ -245,7 +245,8 @@ def show(plan: Plan, console: Console) -> None:
     facts, gpu, decode = plan.facts, plan.machine.gpu, plan.decode
     launch = "eager launches" if plan.machine.is_eager else "captured graphs"
     console.print(
-        f"{facts.name} ({plan.planned.origin}): {facts.num_parameters / 1e9:.2f}B parameters in {plan.dtype}{', K/V in FP8' * facts.kv_in_fp8}"
+        f"{facts.name} ({plan.planned.origin}): {facts.num_parameters / 1e9:.2f}B parameters in {plan.dtype}"
+        f"{', K/V in FP8' if facts.kv_in_fp8 else ''}"
         f"{f', those of linear layers as {facts.low_bit} has them' if facts.low_bit else ''}\n"
         f"context {decode.max_length}, batch {decode.max_batch_size}; W {decode.window_size}, N {decode.ngram_size}, "
         f"G {decode.guess_set_size}, trie {decode.trie_nodes}: {decode.resolved().num_nodes} nodes per rank and "
