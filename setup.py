@@ -32,6 +32,7 @@ class BuildInParallel(build_ext):
 
 
 HERE = Path(nanobind.source_dir()).parent
+OPTIMISED = [] if "-O" in os.environ.get("CXXFLAGS", "") else ["-O3"]  # whoever builds may choose another level
 
 setup(
     cmdclass={"build_ext": BuildInParallel},
@@ -44,7 +45,7 @@ setup(
             # The same sums as Python, to the last bit: no reordering, and no multiplication fused with an addition.
             extra_compile_args=[
                 "-std=c++17",
-                "-O3",
+                *OPTIMISED,
                 "-g0",
                 "-ffp-contract=off",
                 "-fvisibility=hidden",

@@ -126,8 +126,7 @@ def rows_of(engine: Engine, options: RecordedOptions, tell: Callable[[dict[str, 
 
 
 def section(model: Any, sizes: Sizes) -> dict[str, Any]:
-    on_gpu = sizes.device.type == "cuda"
-    options = RecordedOptions(clients=(1, 4, 16, 64) if on_gpu else (2,), steps=60 if on_gpu else 4)
+    options = RecordedOptions(clients=sizes.clients, steps=sizes.num_steps)
     engine = Engine.from_model(model, None, DecodeConfig(max_batch_size=1), OPTIONS, costs=options.costs)
     return {"rows": rows_of(engine, options, measured)}
 

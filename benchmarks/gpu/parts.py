@@ -44,6 +44,8 @@ class Sizes:
     copy_bytes: int
     num_prompts: int
     max_new_tokens: int
+    clients: tuple[int, ...]  # Of recorded text.
+    num_steps: int  # Of each of their rows.
     dtype: torch.dtype
 
     @classmethod
@@ -52,12 +54,12 @@ class Sizes:
         nodes = tuple(knot for knot in KNOTS if knot <= 512)
         shapes = {name: read_preset(name)["config"] for name in MODELS}
         lengths, few = (512, 2048, 8192), (1, 8, 64, 256)
-        return cls(device, shapes, lengths, nodes, few, 1 << 31, 8, 128, torch.bfloat16)
+        return cls(device, shapes, lengths, nodes, few, 1 << 31, 8, 128, (1, 4, 16, 64), 60, torch.bfloat16)
 
     @classmethod
     def tiny(cls, device: torch.device) -> Sizes:
         """For any machine, in seconds."""
-        return cls(device, {"tiny": TINY}, (32, 64), (1, 2, 8), (1, 8), 1 << 20, 2, 12, torch.float32)
+        return cls(device, {"tiny": TINY}, (32, 64), (1, 2, 8), (1, 8), 1 << 20, 2, 12, (2,), 4, torch.float32)
 
 
 _listeners: list[Callable[[dict[str, Any]], None]] = []

@@ -281,6 +281,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option", ["limits", "penalties", "return sequences", "synthid"])
+@pytest.mark.slow(first=3)
 def test_sampled_ids_equal_plain_decoding_with_the_seed(llama3: PreTrainedModel, option: str) -> None:
     options = {**THREE, "do_sample": True, "max_new_tokens": 30, "pad_token_id": 0, **SAMPLED[option]}
     texts = []

@@ -18,6 +18,8 @@ from tests.fakes.paths import ROOT
 from tests.fakes.prompts import PROMPTS
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+FORKED = [sys.executable, str(ROOT / "tests/fakes/forked_ranks.py")]
+"""Takes the number of ranks and a program, for tests that are not about torchrun."""
 JOB = ["--max-new-tokens", "40", "--trie-nodes", "16", "--window-size", "5", "--max-batch-size", "1"]
 
 

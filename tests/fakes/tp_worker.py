@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 from dataclasses import replace
@@ -41,6 +40,7 @@ from lpr.model.rewrite.compiled_model import refusal
 from lpr.model.rewrite.sharded_layers import local
 from tests.fakes.altered_gather import change_sent
 from tests.fakes.compared import PLAIN, SHAPES, Group, Worlds
+from tests.fakes.forked_ranks import fork_ranks
 from tests.fakes.rewriting import merge_projections
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]
@@ -271,14 +271,10 @@ def spoil(fault: str | None, model: Any, comm: ProcessComm) -> None:
     attention = model.model.layers[0].self_attn
     if not fault or comm.tp_rank != comm.tp_size - 1:
         return
-    if fault == "order":  # keys and values have the same numbers of rows
-        weight = attention.q_proj.pack.weight
-        queries, keys, values = weight.clone().split(attention.q_proj.pack.sizes)
-        weight.copy_(torch.cat([queries, values, keys]))
-    elif fault == "first":
-        model.model.embed_tokens.first += 1
-    else:
-        raise AssertionError(fault)
+    assert fault == "order"  # keys and values have the same numbers of rows
+    weight = attention.q_proj.pack.weight
+    queries, keys, values = weight.clone().split(attention.q_proj.pack.sizes)
+    weight.copy_(torch.cat([queries, values, keys]))
 
 
 def load_only(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
@@ -354,24 +350,6 @@ def main() -> int:
         codes.append(lpr.cli.generate.main(arguments))
     report.with_suffix(f".codes{world.rank}").write_text(json.dumps(codes))
     return 0
-
-
-def fork_ranks(count: int) -> None:
-    """Return in `count` children, with torchrun's environment; the parent ends when all of them have ended.
-
-    Torchrun ends the others when one has failed. Here they notice it by themselves, or their time is up.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(count):
-        if (child := os.fork()) == 0:
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in world.items()}, MASTER_ADDR="127.0.0.1")
-            return
-        ranks.append(child)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in ranks))
 
 
 if __name__ == "__main__":

@@ -303,6 +303,7 @@ def test_nothing_is_held_against_ordinary_models(model: PreTrainedModel) -> None
 
 
 @pytest.mark.parametrize("part", ["tokens", "bits", "num_cached", "write_rows", "selection"])
+@pytest.mark.slow(first=3)
 def test_a_part_that_is_not_refreshed_changes_the_text(
     model: PreTrainedModel, expected: dict[str, list[list[int]]], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +325,7 @@ def test_a_part_that_is_not_refreshed_changes_the_text(
 
 
 @pytest.mark.parametrize("operator", ["index_copy_", "max", "gather", "_to_copy"])
+@pytest.mark.slow(first=2)
 def test_an_operator_that_is_not_replayed_changes_the_text(
     model: PreTrainedModel, expected: dict[str, list[list[int]]], operator: str
 ) -> None:

@@ -201,6 +201,7 @@ def choices_in_the_order_of_depths(patch: pytest.MonkeyPatch) -> None:
     [a_processor_that_waits, processors_along_the_path, paths_of_other_nodes, choices_in_the_order_of_depths],
 )
 @pytest.mark.usefixtures("quick_start")
+@pytest.mark.slow(first=2)
 def test_faults_of_processors_are_noticed(
     fault: Callable[[pytest.MonkeyPatch], None],
     gpu: PretendGpu,
@@ -377,6 +378,7 @@ def results_nobody_waited_for(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("quick_start")
+@pytest.mark.slow(first=5)
 def test_faults_are_noticed(
     fault: Callable[[pytest.MonkeyPatch], None],
     options: dict[str, Any],

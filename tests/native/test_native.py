@@ -120,6 +120,7 @@ def of_the_specification(plan: Plan) -> Any:
         "head_weight",
     ],
 )
+@pytest.mark.slow(first=5)
 def test_a_core_with_one_other_number_is_found_out(name: str) -> None:
     """The comparison itself can fail: each of these numbers decides what is drafted."""
     numbers = lpr.native.numbers()

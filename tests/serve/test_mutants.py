@@ -239,6 +239,7 @@ FOUND_BY = {
 
 
 @pytest.mark.parametrize("fault", FOUND_BY, ids=lambda fault: fault.__name__)
+@pytest.mark.slow(first=5)
 def test_a_fault_is_found(engine, wanted, monkeypatch, fault):
     with monkeypatch.context() as patch:
         fault(patch)

@@ -1,6 +1,6 @@
 """Agents on a small hybrid model: calls with tools and grammars, each with the tokens of plain decoding.
 
-80 calls; LPR_AGENT_TURNS=50 makes 500 of them, in 6 to 8 minutes of a core.
+40 calls; LPR_AGENT_TURNS=50 makes 500 of them, in 6 to 8 minutes of a core.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lpr.model.loader import load
 from tests.model.recurrent.test_recurrent import KINDS, SIZES
 
 llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed")
-NUM_AGENTS, NUM_TURNS, LONGEST = 10, int(os.environ.get("LPR_AGENT_TURNS", 8)), 360
+NUM_AGENTS, NUM_TURNS, LONGEST = 10, int(os.environ.get("LPR_AGENT_TURNS", 4)), 360
 CALL = {
     "type": "object",
     "properties": {"tool": {"enum": ["read", "grep", "run"]}, "path": {"type": "string", "maxLength": 8}},

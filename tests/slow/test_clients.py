@@ -58,7 +58,7 @@ def test_llama_vim_in_a_real_vim():
 def test_schemathesis_finds_no_5xx(tmp_path):
     if not clients.has("schemathesis"):
         pytest.skip("schemathesis is not installed")
-    examples = os.environ.get("LPR_EXAMPLES", "4")
+    examples = os.environ.get("LPR_EXAMPLES", "2")
     with served(facts(chat_templates={"default": "{{ tools }}{{ messages }}<tool_call>"}), max_queue=1000) as service:
         command = [
             sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json", "--max-examples", examples,

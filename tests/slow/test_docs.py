@@ -16,13 +16,14 @@ import lpr
 from dev.step_picture import TRACE
 from tests.fakes.adapters import write_adapter
 from tests.fakes.paths import ROOT
+from tests.fakes.torchrun import FORKED
 from tests.project.test_docs import DOCS, PROGRAMS, SITE, blocks_of
 
 
 def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
     (program,) = blocks_of(DOCS / "engine.md", "py")
     (tmp_path / "program.py").write_text(program, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "program.py"]
+    command = [*FORKED, "2", "program.py"]
     threads = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | threads, capture_output=True, text=True, timeout=300

@@ -111,16 +111,15 @@ def kill(service: SimpleNamespace, victim: int, expected: list[list[int]]) -> tu
     return max(pauses), events
 
 
-def test_a_killed_draft_rank_costs_no_token_and_is_replaced(expected: list[list[int]]) -> None:
+def test_killed_ranks_cost_no_token_and_are_replaced(expected: list[list[int]]) -> None:
+    """First the rank that drafts, then the one that served: the draft rank, which is left then, cannot serve.
+
+    It leaves, and both are started again.
+    """
     with serving(None, *SMALL, "--share-drafts", "none", "--draft-ranks", "1", lp=2) as service:
         pause, events = kill(service, 1, expected)
         assert events["rank_lost"] == 1 and events["reform"] == 2 and events["restart"] == events["takeover"] == 0
         assert pause < 5.0, "0.15 s on a busy machine; without it, the model would be loaded"
-
-
-def test_a_killed_rank_that_served_alone_is_replaced_and_streams_go_on(expected: list[list[int]]) -> None:
-    """The draft rank, which is left, cannot serve: it leaves, and both are started again."""
-    with serving(None, *SMALL, "--share-drafts", "none", "--draft-ranks", "1", lp=2) as service:
         _, events = kill(service, 0, expected)
         assert events["restart"] == 1 and events["poison"] == 0
         assert "all ranks that hold the model are lost" in service.log()

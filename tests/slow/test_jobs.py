@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import psutil
 import pytest
 
@@ -48,5 +50,6 @@ def test_the_only_rank_is_killed_in_mid_stream_and_every_byte_comes():
             found = stream.found()
             assert found.pop("logprobs") == pytest.approx(one.pop("logprobs"), abs=1e-4)
             assert found == one
-        assert 'event="restart",model_name="bundled"} 1.0' in service.client.get("/metrics").text
+        metrics = service.client.get("/metrics").text
+        assert 'event="restart",model_name="bundled"} 1.0' in metrics, re.findall("lpr:rank_events_total.*", metrics)
         assert service.stop() == 0 and not psutil.pid_exists(family[0].pid)

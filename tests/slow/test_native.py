@@ -20,7 +20,7 @@ from tests.native.test_native import NATIVE, PROGRAM, assert_equal, needs_native
 def test_long_runs_are_equal() -> None:
     long = TreeSizes(window_size=8, guess_set_size=8, trie_nodes=64, trie_capacity=700, num_guesses=12)
     for adaptive in (False, True):
-        plan = Plan(seed=5, sizes=long, num_steps=200, vocabulary=300, num_ranks=2, adaptive=adaptive)
+        plan = Plan(seed=5, sizes=long, num_steps=100, vocabulary=300, num_ranks=2, adaptive=adaptive)
         assert_equal(run(PURE, plan), run(NATIVE, plan))
 
 

@@ -1,4 +1,4 @@
-"""Hundreds of replies of each family, well-formed and damaged: what holds for a few holds for all (see fakes)."""
+"""Many replies of each family, well-formed and damaged: what holds for a few holds for all (see fakes)."""
 
 import os
 
@@ -7,9 +7,9 @@ import pytest
 from lpr.serve.text.calls import NAMES
 from tests.fakes import written_calls as written
 
-REPLIES = int(os.environ.get("LPR_FUZZ_REPLIES", "200"))
+REPLIES = int(os.environ.get("LPR_FUZZ_REPLIES", "60"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replies_of_many_seeds(name):
-    assert sum(written.check(name, seed, all_cuts=seed % 100 == 0) for seed in range(REPLIES)) > REPLIES
+    assert sum(written.check(name, seed, all_cuts=seed % 30 == 0) for seed in range(REPLIES)) > REPLIES

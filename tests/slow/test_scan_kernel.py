@@ -102,7 +102,7 @@ def test_launches_of_a_step_and_its_replay(gpu: PretendGpu, few_heads: None, mon
         engine.step()
         if gpu.num_captures == before[1]:
             launches.append(gpu.num_kernels - before[0])
-    assert launches and max(launches) <= 2 + 1, f"two advances, and the choice of tokens: {launches}"
+    assert launches and max(launches) <= 2 + 1 + 1, f"two advances, moves of K/V, and the choice of tokens: {launches}"
 
 
 def test_a_recurrent_layer_launches_two_kernels_of_ours(

@@ -51,14 +51,6 @@ def test_a_start_of_a_replica_compiles_three_forms(replica: TensorParallel, tmp_
     assert start_compiled("llama", 2, 16, replica=replica, folder=tmp_path) == (3, 3, 3)
 
 
-def test_a_head_that_asks_for_parts_doubles_the_forms(
-    replica: TensorParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logits are gathered outside of what is compiled, as sampling that needs all of them would be other forms."""
-    monkeypatch.setattr(VocabularyHead, "forward", asks_for_parts)
-    assert start_compiled("llama", 1, 1, replica=replica, folder=tmp_path)[1] > 4
-
-
 def test_compiled_code_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled again, as in a second process, is read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -95,12 +87,6 @@ def test_kernels_of_a_step(guard: None) -> None:
 def test_a_start_of_gemma2_compiles_three_forms() -> None:
     """Two kinds of layers, and logits with a soft cap."""
     assert start_compiled("gemma2") == (3, 3, 3)
-
-
-@pytest.mark.parametrize("fault", [equal_sizes_are_one, the_number_of_keys_decides])
-def test_more_forms_are_noticed(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    fault(monkeypatch)
-    assert start_compiled("llama", 1, 1)[1] > 4
 
 
 def test_collectives_are_operators_of_the_one_graph(replica: TensorParallel, tmp_path: Path) -> None:
@@ -162,12 +148,6 @@ def test_a_forward_that_breaks_is_called_directly(caplog: pytest.LogCaptureFixtu
         check_compiled(runner, like)
     assert runner.compiled is not None and runner.compiled.reason and "steps are not compiled" in caplog.text
     assert runner.model._compiled_call_impl is None
-
-
-@pytest.mark.parametrize("family", ["llama"])
-def test_a_start_compiles_three_forms_and_compares_each(family: str) -> None:
-    """One sequence or more, one entry or more. A form is one graph: `fullgraph` raises at a break."""
-    assert start_compiled(family) == (3, 3, 3)
 
 
 def test_the_planner_knows_the_counted_launches() -> None:

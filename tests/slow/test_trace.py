@@ -9,12 +9,12 @@ import pytest
 
 from tests.cli.test_trace import Page
 from tests.fakes.prompts import PROMPTS
-from tests.fakes.torchrun import JOB, TORCHRUN, rows, run
+from tests.fakes.torchrun import FORKED, JOB, rows, run
 
 
 def test_rank_0_of_real_processes_writes_the_trace_and_the_trie(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": PROMPTS[0]}) + "\n")
-    command = [*TORCHRUN, "--nproc_per_node=2", "-m", "lpr.generate", "--prompts", str(tmp_path / "in.jsonl"), *JOB,
+    command = [*FORKED, "2", "lpr.generate", "--prompts", str(tmp_path / "in.jsonl"), *JOB,
                "--trie", str(tmp_path / "trie"), "--trace", str(tmp_path / "trace.html")]  # fmt: skip
     steps = []
     for attempt in range(2):

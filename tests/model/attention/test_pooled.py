@@ -133,6 +133,7 @@ def _pools_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mutant", [_other_branches, _all_pools, _pools_not_moved])
 @pytest.mark.parametrize("name", POOLED[:2])
+@pytest.mark.slow(first=3)
 def test_a_fault_is_found_at_load(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mutant(monkeypatch)
     with pytest.raises(InputError, match="its logits differ"):

@@ -86,7 +86,7 @@ def all_paths_alike(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", [None, at_each_depth, unknown_ancestors, noise_of_the_second_depth, all_paths_alike])
 @pytest.mark.usefixtures("quick_start")
-@pytest.mark.slow(first=3)
+@pytest.mark.slow(first=2)
 def test_drafts_are_those_of_a_cpu_and_the_host_waits_once(
     fault: Any, loaded: Loaded, plain: list[list[int]], gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

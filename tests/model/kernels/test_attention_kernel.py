@@ -376,6 +376,7 @@ SMALL = {"sliding_window": 9, "num_hidden_layers": 1, "num_attention_heads": 2, 
 
 @needs_triton
 @pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.slow(first=3)
 def test_the_self_check_notices(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = TreeModel(tiny_model("mistral", **SMALL).to(DEVICE), attention="triton")
     MUTANTS[mutant](monkeypatch)

@@ -195,6 +195,7 @@ IN_KERNELS = {
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter reads the changed source")
 @pytest.mark.parametrize("name", IN_KERNELS)
+@pytest.mark.slow(first=3)
 def test_faults_of_the_kernels_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     old, new, params = IN_KERNELS[name]
     source = Path(parts_code.__file__).read_text()

@@ -309,6 +309,7 @@ FAULTS: dict[str, tuple[Any, str, str, str]] = {
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter reads the changed source")
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.slow(first=5)
 def test_faults_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module, old, new, kind = FAULTS[name]
     source = Path(module.__file__).read_text()

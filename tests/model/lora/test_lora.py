@@ -108,6 +108,7 @@ def test_without_the_extension_and_in_half_precision_torch_multiplies(
 
 
 @pytest.mark.parametrize("drop", ["", "aten::where"])
+@pytest.mark.slow(first=1)
 def test_captured_steps_have_adapters(model: PreTrainedModel, tmp_path: Path, drop: str) -> None:
     engine = Engine.from_model(model, decode=DECODE)
     capturer, runner = FakeCapturer(), engine.model

@@ -130,6 +130,7 @@ def doubt_is_ignored(patch: pytest.MonkeyPatch) -> None:
         (doubt_is_ignored, PARAMS[1]),
     ],
 )
+@pytest.mark.slow(first=3)
 def test_faults_are_noticed(
     fault: Callable[[pytest.MonkeyPatch], None], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
