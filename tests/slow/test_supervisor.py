@@ -42,7 +42,11 @@ def test_a_killed_rank_of_a_sharded_replica_is_its_replicas_loss(tmp_path: Path)
         os.kill(next(pid for pid in before if place_of(pid) == (0, 1)), signal.SIGKILL)
         killed = time.time()
         second = await_fact(tmp_path, lambda fact: "drives" in fact and fact["epoch"] > 0)
-        assert second["drives"] == 2 and second["size"] == 1 and not Path(f"/proc/{first['pid']}/fd").exists()
+        assert second["drives"] == 2 and second["size"] == 1
+        gone = Path(f"/proc/{first['pid']}/fd")
+        while gone.exists():  # it is killed at once, and a busy machine takes its time
+            assert time.time() - killed < 20
+            time.sleep(0.02)
         full = await_fact(tmp_path, lambda fact: fact.get("size") == 2, after=killed)
         assert full["epoch"] > second["epoch"] and len(set(children(job.pid)) - set(before)) == 2
         (tmp_path / "hold").unlink()

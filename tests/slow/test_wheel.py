@@ -29,14 +29,12 @@ def run(command: Sequence[str | Path], folder: Path, environment: dict[str, str]
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str], Path]:
+def fresh(folder: Path) -> tuple[Path, dict[str, str], Path]:
     """The Python of an environment with the wheel, variables without a compiler on PATH, and an empty folder.
 
     The wheel is built from the sdist. Its dependencies are those of the environment that runs the tests, which is a
     folder on the path: its own lpr, an editable one, is not seen there.
     """
-    folder = tmp_path_factory.mktemp("wheel")
     for kind, source in (("sdist", ROOT), ("wheel", folder / "unpacked")):
         command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", folder / kind, source]
         run(command, folder, {**os.environ, "CXXFLAGS": "-O0"})  # in a third of the time
@@ -60,8 +58,8 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
 
 
 @pytest.mark.timeout(1800)
-def test_the_first_command_runs_from_the_wheel(fresh: tuple[Path, dict[str, str], Path]) -> None:
-    python, environment, folder = fresh
+def test_the_first_command_and_the_service_run_from_the_wheel(tmp_path: Path) -> None:
+    python, environment, folder = fresh(tmp_path)
     place = run(
         [python, "-c", "import lpr, lpr.native; print(lpr.__file__, lpr.native.is_native)"], folder, environment
     )
@@ -70,11 +68,6 @@ def test_the_first_command_runs_from_the_wheel(fresh: tuple[Path, dict[str, str]
         [python, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lpr.generate"], folder, environment
     )
     assert "def " in printed and re.search(r"│ +yes │", printed), "the same tokens as plain decoding"
-
-
-@pytest.mark.timeout(1800)
-def test_the_service_runs_from_the_wheel(fresh: tuple[Path, dict[str, str], Path]) -> None:
-    python, environment, folder = fresh
     process = subprocess.Popen(
         [python, "-m", "lpr.serve", "--port", "0"], cwd=folder, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
