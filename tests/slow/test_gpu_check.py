@@ -198,8 +198,8 @@ def loaded_there(gpu: PretendGpu, small_bundled: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu_parts, "bundled_model", lambda: str(small_bundled))
     monkeypatch.setattr("lpr.model.graphs.MOST_COMMON", 3)
     # Its other activity asks CUDA for the time of each operator, which takes half a minute to fail.
-    profile, on_cpu = torch.profiler.profile, [torch.profiler.ProfilerActivity.CPU]
-    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profile(activities=on_cpu))
+    profile, activity = torch.profiler.profile, torch.profiler.ProfilerActivity.CPU
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profile(activities=[activity]))
     monkeypatch.setattr(gpu_parts, "VOCABULARIES", (500,))
     return gpu
 
