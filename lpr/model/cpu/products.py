@@ -6,7 +6,6 @@ MKL, PyTorch's default in float32, repacks a weight at every call, and is slow o
 from __future__ import annotations
 
 import platform
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -87,7 +86,6 @@ class PrepackedLinear(nn.Linear):
 
     pack: LaidOut
     place: int
-    tied: weakref.ref[nn.Parameter]  # the weight as a parameter, alive only if an embedding shares it
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -124,18 +122,6 @@ class PrepackedProducts(Rewrite):
         bias = torch.cat([each.bias.data for each in found]) if found[0].bias is not None else None
         pack = Prepacked(weight, bias, [each.out_features for each in found])
         for place, member in enumerate(found):
-            member.tied = weakref.ref(member.weight)
             del member.weight  # an embedding keeps a tied weight
             member.__class__ = PrepackedLinear
             member.pack, member.place = pack, place
-
-    def undo(self, module: nn.Module) -> None:
-        members: list[Any] = [each for each in module.children() if isinstance(each, PrepackedLinear)]
-        for member in members:
-            weight, bias = member.tied(), member._parameters.pop("bias")
-            if weight is None:
-                weight = nn.Parameter(member.weight.clone(), requires_grad=False)
-            del member.pack, member.place, member.tied
-            member.__class__ = nn.Linear
-            member.register_parameter("weight", weight)
-            member.register_parameter("bias", bias)

@@ -201,10 +201,6 @@ class PinnedProducts(Rewrite):
         owner, name = _multiplier(module)
         setattr(owner, name, partial(in_pieces, getattr(owner, name), limit=found))
 
-    def undo(self, module: nn.Module) -> None:
-        owner, name = _multiplier(module)
-        vars(owner).pop(name, None)
-
 
 def _multiplier(module: nn.Module) -> tuple[Any, str]:
     """The object and the name of its method that multiplies for `module`."""

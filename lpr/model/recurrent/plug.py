@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +127,7 @@ def is_pluggable(model: nn.Module) -> bool:
 
 
 class RecurrentCalls(Rewrite):
-    """Modelling files call the forms for trees. All models of a file share its names; the last undo restores them."""
+    """Modelling files call the forms for trees; all models of a file share its names."""
 
     name, stage = "recurrent calls over trees", Stage.TREE
 
@@ -136,22 +135,10 @@ class RecurrentCalls(Rewrite):
         if places := _places(model):
             yield "", places
 
-    def is_done(self, model: nn.Module) -> bool:
-        """As Rewrite.is_done; a copy of a model uses the names too."""
-        return all(model in getattr(getattr(*place), "users", ()) for place in _places(model))
-
     def apply(self, module: nn.Module, found: list[tuple[Any, str]]) -> None:
         for file, name in found:
-            if not hasattr(stock := getattr(file, name), "users"):
+            if not hasattr(stock := getattr(file, name), "stock"):
                 setattr(file, name, _replaced(stock, name))
-            getattr(file, name).users.add(module)
-
-    def undo(self, module: nn.Module) -> None:
-        for file, name in _places(module):
-            replaced = getattr(file, name)
-            replaced.users.discard(module)
-            if not replaced.users:
-                setattr(file, name, replaced.stock)
 
 
 def _replaced(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -173,5 +160,5 @@ def _replaced(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
             calls = import_module("lpr.model.recurrent.kernels").CALLS
         return calls[name](states, *args, **kwargs)
 
-    evaluate.stock, evaluate.users = stock, WeakSet()  # type: ignore[attr-defined]
+    evaluate.stock = stock  # type: ignore[attr-defined]
     return evaluate

@@ -103,13 +103,6 @@ class MergedLinear(Rewrite):
             member.__class__ = PackedLinear
             member.pack, member.place = pack, place
 
-    def undo(self, module: nn.Module) -> None:
-        """As Rewrite.undo; the weights stay contiguous."""
-        members: list[Any] = [each for each in module.children() if isinstance(each, PackedLinear)]
-        for member in members:
-            del member.pack, member.place
-            member.__class__ = nn.Linear
-
 
 def lie_together(parts: Sequence[torch.Tensor]) -> bool:
     """True if the parts are contiguous in memory, in order."""

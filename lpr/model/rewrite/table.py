@@ -27,7 +27,7 @@ from lpr.model.multimodal import DroppedTowers, empty_decoder, takes_positions
 from lpr.model.recurrent.convolved_projections import ConvolvedProjections
 from lpr.model.recurrent.layer_embeddings import LayerEmbeddings
 from lpr.model.recurrent.plug import RecurrentCalls
-from lpr.model.rewrite.base import NewForward, Rewrite, Setting, Stage, carry_out, done_to, undo
+from lpr.model.rewrite.base import NewForward, Rewrite, Setting, Stage, carry_out, done_to
 from lpr.model.rewrite.compiled_model import CompiledModel
 from lpr.model.rewrite.merged_linear import MergedLinear
 from lpr.model.rewrite.positions import FalconLayers, QueryTemperature, RelativeDistances
@@ -132,7 +132,7 @@ def undo_forwards(model: nn.Module) -> bool:
     """Restore all modules' own forwards; False if none was replaced. Weights stay merged."""
     found = [each for each in REWRITES if isinstance(each, NewForward) and each.name in done_to(model)]
     for each in found:
-        undo(each, model)
+        each.undo(model)
     return bool(found)
 
 
