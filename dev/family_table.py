@@ -91,7 +91,6 @@ _PHI = "Phi 1-4, Phi MoE"
 _GRANITE = "Granite 3, Granite 4 without Mamba layers"
 _STATE_SPACE = "Mamba 1/2, Falcon Mamba"
 _HYBRIDS = "Jamba, Bamba, Zamba, Falcon H1, Granite 4 hybrid, Nemotron H, LFM 2/3, Kimi Linear, OLMo hybrid, Ling"
-_OTHER_STATES = "ZAYA, Inkling"
 _QWEN_NEXT = "Qwen3-Next, Qwen 3.5"
 _SPARSE = "DeepSeek V3.2, GLM-5, MiniMax-M3, Hunyuan v4, A.X-K2, dots3"
 _POOLED = "Qwen 4 (experimental), DeepSeek V4, GLM-5 next"
@@ -224,8 +223,8 @@ FAMILIES: list[Family] = [
            vision_config={**_TINY_VISION, "depth": 1, "num_heads": 2}),
     *refused("RecurrentGemma", "recurrent state", "recurrent_gemma", block_types=["recurrent", "attention"],
              attention_window_size=9),
-    *works(_OTHER_STATES, "zaya", num_experts_per_tok=1),
-    *works(_OTHER_STATES, "inkling_text", note="bias by position (shim)"),
+    *refused("ZAYA", "recurrent state", "zaya", num_experts_per_tok=1),
+    *refused("Inkling", "its bias by distance counts cache rows", "inkling_text"),
     *refused("RWKV", "recurrent state in no cache", "rwkv"),
     *refused("xLSTM", "recurrent state in a cache of its own", "xlstm"),
     *refused("Inkling 2", "recurrent state behind convolutions", "inkling2_text", "inkling2_loop_text"),

@@ -16,7 +16,6 @@ from lpr.model.attention.native import NATIVE, NATIVE_EXACT, why_not_native
 from lpr.model.attention.sparse import MERGING_ATTENTION, SPARSE_ATTENTION, merges, selects
 from lpr.model.attention.triton_kernels import TRITON, TRITON_EXACT, load_kernel
 from lpr.model.multimodal import set_attention
-from lpr.model.recurrent.convolved_projections import has_convolved_projections
 
 
 class Reads(Enum):
@@ -71,9 +70,6 @@ def _triton(model: PreTrainedModel) -> str | None:
         return why
     if not find_spec("triton"):
         return "attention='triton' needs the package triton (pip install triton); or use attention='sdpa'"
-    if has_convolved_projections(model):
-        owner = f"the recurrent layers of model type {model.config.get_text_config(decoder=True).model_type!r}"
-        return f"attention='triton' has no kernel for {owner}; use attention='sdpa'"
     return None
 
 

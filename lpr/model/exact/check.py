@@ -23,7 +23,6 @@ from lpr.model.cpu.products import Prepacked, PrepackedLinear
 from lpr.model.exact.functions import NARROW, Size, in_pieces, narrow_product
 from lpr.model.families import has_experts
 from lpr.model.low_bit.layers import CodedLinear
-from lpr.model.recurrent.convolved_projections import has_convolved_projections
 from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.sharded_layers import local
 from lpr.model.step_inputs import GemmRows
@@ -47,8 +46,6 @@ def refusal(model: Any, own_attention: bool) -> str | None:
         return "its sparse attention selects tokens by scores whose last bits depend on a step's shape"
     if has_experts(config) and model.device.type != "cpu":
         return "its experts' matrix products are as high as a step has tokens for them"
-    if has_convolved_projections(model):
-        return "its recurrent layers are convolutions of its own, which add in an order that is not known here"
     if getattr(model, "hf_quantizer", None) is not None or any(
         isinstance(each, CodedLinear) for each in model.modules()
     ):

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from lpr.model.recurrent.convolved_projections import has_convolved_projections
 from lpr.model.recurrent.scans import DECAYED, DELTA, Rule
 from lpr.model.recurrent.selective import Selective
 from lpr.model.recurrent.states import States
@@ -122,8 +121,8 @@ def _places(model: nn.Module) -> list[tuple[Any, str]]:
 
 
 def is_pluggable(model: nn.Module) -> bool:
-    """True if its layers call convolution or scan by names in CALLS, or are supported layers themselves."""
-    return bool(_places(model)) or has_convolved_projections(model)
+    """True if its layers call convolution or scan by names in CALLS."""
+    return bool(_places(model))
 
 
 class RecurrentCalls(Rewrite):

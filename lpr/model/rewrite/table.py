@@ -24,13 +24,12 @@ from lpr.model.fused.modules import GatedMlps, RmsNorms
 from lpr.model.graph_capture import uncapturable
 from lpr.model.low_bit.layers import CodedProducts
 from lpr.model.multimodal import DroppedTowers, empty_decoder, takes_positions
-from lpr.model.recurrent.convolved_projections import ConvolvedProjections
 from lpr.model.recurrent.layer_embeddings import LayerEmbeddings
 from lpr.model.recurrent.plug import RecurrentCalls
 from lpr.model.rewrite.base import NewForward, Rewrite, Setting, Stage, carry_out, done_to
 from lpr.model.rewrite.compiled_model import CompiledModel
 from lpr.model.rewrite.merged_linear import MergedLinear
-from lpr.model.rewrite.positions import FalconLayers, QueryTemperature, RelativeDistances
+from lpr.model.rewrite.positions import FalconLayers, QueryTemperature
 from lpr.model.rewrite.sharded_layers import ShardedLayers
 
 COMPILED = CompiledModel()
@@ -39,11 +38,9 @@ REWRITES: tuple[Rewrite, ...] = (
     DroppedTowers(),
     ShardedLayers(),
     RecurrentCalls(),
-    ConvolvedProjections(),
     LayerEmbeddings(),
     Indexers(),
     PooledKeys(),
-    RelativeDistances(),
     QueryTemperature(),
     FalconLayers(),
     CodedProducts(),

@@ -45,11 +45,9 @@ def test_forwards_are_given_back(family: str, sizes: dict[str, Any]) -> None:
     "name, rewritten",
     [
         ("llama4_text", "temperature by position"),
-        ("inkling_text", "distances by position"),
         ("falcon (7B: rope, multi-query)", "attention name of layers"),
         ("deepseek_v32", "selection by position"),
         ("minimax_m3_vl_text", "selection by position"),
-        ("zaya", "convolutions over trees"),
     ],
 )
 def test_what_lets_a_family_evaluate_trees_is_done_once(name: str, rewritten: str) -> None:
