@@ -63,13 +63,11 @@ class StaticShape:
     """Noise keys; 0: no row is sampled."""
     filtered: bool
     """True if top-k, top-p and min-p are applied. For fewer shapes, always true for sampled rows, except with
-    vocab-parallel sampling."""
+    vocab-parallel sampling, which gathers whole logits for limits."""
     tree_bits: bool = False
     """True if attention reads the ancestors as bits, in place of a dense mask."""
     by_table: bool = False
     """True if it reads block tables, in place of a block's own rows."""
-    is_wide: bool = False
-    """True if vocab-parallel logits are gathered for a limit that needs the whole vocabulary."""
     only_logits: bool = False
     """True if the graph ends at the logits [B * T, V]; tokens are then chosen outside of it."""
     num_kept: int = 0
@@ -169,7 +167,7 @@ class StaticShape:
         if self.with_adapters:
             inputs.adapters = cache.adapters.read(parts["adapters"])
         keys = self.num_keys
-        sizes = keys, self._num_sampled, keys > 0, self.filtered, self.is_wide
+        sizes = keys, self._num_sampled, keys > 0, self.filtered
         return inputs, Selection(parts["selection"], *sizes)
 
 
@@ -188,7 +186,7 @@ def static_shape(
     """The smallest shape for `rows`, with a multiple of `row_multiple` entries per row and at most `max_entries`.
 
     None if there is none: a shape is one block of consecutive slots. With vocab-parallel sampling (`in_parts`), limits
-    cost an additional exchange, so they are applied only if needed.
+    need whole logits, so they are applied only if asked for.
     """
     first = rows[0].slot
     longest = max([row.num_entries for row in rows])
@@ -202,7 +200,7 @@ def static_shape(
     num_keys = num_keys if selection.sampled else 0
     sizes = (first, batch, num_entries, min(kv_bucket, rows_per_slot), num_candidates)
     filtered = selection.filtered if in_parts else selection.sampled
-    return _known_shape(*sizes, num_keys, filtered, tree_bits, tree_bits and tables, in_parts and selection.is_wide)
+    return _known_shape(*sizes, num_keys, filtered, tree_bits, tree_bits and tables)
 
 
 def packed_shape(
@@ -226,7 +224,7 @@ def packed_shape(
     sampled = selection.sampled or num_entries >= MANY_ENTRIES
     filtered = selection.filtered if in_parts else sampled
     sizes = 0, batch, num_entries, num_kv, num_candidates, kept if sampled else 0, filtered
-    return _known_shape(*sizes, True, True, in_parts and selection.is_wide, False, kept)
+    return _known_shape(*sizes, True, True, False, kept)
 
 
 @lru_cache(maxsize=1024)

@@ -328,7 +328,7 @@ class GraphForward(EagerForward):
         room = self._own_pages()
         tokens = [7 * entry % self.adapter.config.vocab_size for entry in range(COMMON_KV)]
         self.fill([Row.chain(0, 0, tokens[: room // 2], 0)])
-        plain = dict(num_candidates=0, num_keys=0, filtered=False, is_wide=False, only_logits=True)
+        plain = dict(num_candidates=0, num_keys=0, filtered=False, only_logits=True)
         for shape in dict.fromkeys(replace(each, **plain) for each in shapes):  # type: ignore[arg-type]
             count = min(shape.num_entries - 3, room // 2)
             if self.reason is not None or count < 1:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from importlib import import_module
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lpr.config import first_line
+from lpr.model.kernels import working
 from lpr.model.transfer import to_device
 
-logger = logging.getLogger(__name__)
 Mover = Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -38,15 +35,14 @@ def by_operators(pool: Tensor, source: Tensor, target: Tensor) -> None:
 @lru_cache
 def gpu_mover(device: torch.device) -> Mover:
     """The function that moves rows on a GPU: the kernel, if it works here; the first call compiles and tries it."""
-    try:
-        kernel: Mover = import_module("lpr.model.kernels.moves_kernel").move_rows
+
+    def check(move: Mover) -> None:
         pool = torch.arange(2 * 90 * 5, dtype=torch.int32, device=device).view(2, 90, 1, 5)
         expected, target = pool.clone(), torch.arange(70, device=device)
-        for move, each in ((by_operators, expected), (kernel, pool)):
-            move(each, target + 7, target)
+        by_operators(expected, target + 7, target)
+        move(pool, target + 7, target)
         if not torch.equal(pool, expected):
             raise RuntimeError("it moved other rows")
-        return kernel
-    except Exception as failure:  # whatever a compiler or driver raises
-        logger.warning("the kernel that moves K/V does not work here, commits take longer: %s", first_line(failure))
-    return by_operators
+
+    warning = "the kernel that moves K/V does not work here, commits take longer"
+    return working("moves_kernel.move_rows", check, by_operators, warning)

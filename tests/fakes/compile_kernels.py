@@ -24,7 +24,6 @@ from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.kernels.likely_code import choose_likeliest, list_likeliest
 from lpr.model.kernels.moves_kernel import BLOCK as MOVED_WORDS
 from lpr.model.kernels.moves_kernel import MOVES, copy_rows
-from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
 from lpr.model.kernels.recurrent_code import (
     advance_convolution,
     advance_selective,
@@ -139,9 +138,6 @@ def main() -> None:
             constants = {"NOT_A_NUMBER": -1, "LIMITED": limited, "DIGITS": DIGITS[dtype], "BLOCK": BLOCK}
             about = {"kernel": "choose_rows", "dtype": str(dtype), "limited": limited}
             compiled.append({**about, **build(choose_rows, 90, dtype, constants, num_warps=NUM_WARPS)})
-        for kernel in (list_winners, weigh_prefixes):
-            made = build(kernel, 90, dtype, {"LENGTH": 64, "BLOCK": BLOCK}, num_warps=NUM_WARPS)
-            compiled.append({"kernel": kernel.__name__, "dtype": str(dtype), **made})
         constants = {"COUNT": 8, "BLOCK": BLOCK}
         made = build(list_likeliest, 90, dtype, constants, LIKELY, num_warps=NUM_WARPS)
         compiled.append({"kernel": "list_likeliest", "dtype": str(dtype), **made})

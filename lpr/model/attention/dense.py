@@ -99,9 +99,12 @@ class Scoring(NamedTuple):
         scaling: float | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
         **_: Any,
     ) -> Scoring:
         """From the keyword arguments that transformers' models pass to attention."""
+        if position_bias is not None:
+            raise TypeError("the model adds a bias to scores")
         return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
 
     @property

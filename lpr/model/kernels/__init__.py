@@ -1,15 +1,22 @@
 """Triton kernels of tree attention, sampling, recurrent layers and elementwise operations.
 
-The `_kernel` modules launch the device code of the `_code` modules; `hook` makes attention implementations of them.
+The `_kernel` modules launch the device code of the `_code` modules.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from importlib import import_module
+from typing import Any, TypeVar
 
 import torch
+
+from lpr.config import first_line
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def jit(numbers: Sequence[str] = (), addresses: Sequence[str] = ()) -> Callable[[Any], Any]:
@@ -27,3 +34,15 @@ def jit(numbers: Sequence[str] = (), addresses: Sequence[str] = ()) -> Callable[
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Context: the GPU of `tensor` is the current device, as a launch needs; no effect on a CPU."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def working(kernel: str, check: Callable[[T], None], otherwise: T, warning: str) -> T:
+    """The function `kernel`, "module.name" here, if `check` raises nothing for it; else logs why and `otherwise`."""
+    module, _, name = kernel.partition(".")
+    try:
+        found: T = getattr(import_module(f"{__name__}.{module}"), name)
+        check(found)
+        return found
+    except Exception as failure:  # whatever a compiler or driver raises
+        logger.warning("%s: %s", warning, first_line(failure))
+    return otherwise

@@ -7,9 +7,6 @@ near tie may be decided differently than on a CPU, but not differently for anoth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -17,7 +14,6 @@ from torch import Tensor
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.model.kernels import device_of
 from lpr.model.kernels.likely_code import choose_likeliest, list_likeliest
-from lpr.model.kernels.parts_code import list_winners, weigh_prefixes
 from lpr.model.kernels.sampling_code import choose_rows
 from lpr.model.sampling.selection import Selection
 
@@ -29,12 +25,18 @@ DIGITS = {torch.bfloat16: 2, torch.float16: 3, torch.float32: 4}
 
 def choose(logits: Tensor, selection: Selection, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     """As `specification.choose`, of a selection that samples; logits [n, V] on a GPU, or interpreted."""
-    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    totals = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_rows, vocabulary = logits.shape
+    chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    totals = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    parameters = selection.keys, selection.key_of, selection.temperature
     limits = selection.top_k, selection.top_p, selection.min_p
-    arguments = selection.keys, selection.key_of, selection.temperature, *limits, chosen, totals
-    constants = {"NOT_A_NUMBER": NOT_A_NUMBER, "LIMITED": selection.filtered, "DIGITS": DIGITS[logits.dtype]}
-    _launch(choose_rows, (len(logits),), block, selection.first_token, logits, *arguments, **constants)
+    with device_of(logits):
+        choose_rows[num_rows,](
+            logits, *parameters, *limits, chosen, totals, vocabulary, logits.stride(0), selection.first_token,
+            NOT_A_NUMBER=NOT_A_NUMBER, LIMITED=selection.filtered, DIGITS=DIGITS[logits.dtype],
+            BLOCK=min(block, triton.next_power_of_2(vocabulary)), num_warps=NUM_WARPS,
+        )  # fmt: skip
     return chosen, totals
 
 
@@ -55,50 +57,3 @@ def likeliest(logits: Tensor, count: int, block: int = BLOCK) -> tuple[Tensor, T
         sizes["BLOCK"] = triton.next_power_of_2(num_blocks * count)
         choose_likeliest[num_rows,](tops, ids, sums, best, tokens, totals, num_blocks, **sizes)
     return best, tokens, totals
-
-
-def find_winners(
-    logits: Tensor, selection: Selection, length: int, block: int = BLOCK
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Per row of a part [n, v] of the logits every token that is the best of some limits' prefix of the part.
-
-    Scores, tokens of the whole vocabulary (int32) and totals, [n, length] each; where there are fewer the total is
-    -inf, and the first is NaN where the part has a value that is no number to choose by, or more than `length`.
-    """
-    scores = torch.full((len(logits), length), -torch.inf, dtype=torch.float32, device=logits.device)
-    tokens, totals = torch.zeros_like(scores, dtype=torch.int32), scores.clone()
-    arguments = selection.keys, selection.key_of, selection.temperature, scores, tokens, totals
-    _launch(list_winners, (len(logits),), block, selection.first_token, logits, *arguments, LENGTH=length)
-    return scores, tokens, totals
-
-
-def weigh(
-    logits: Tensor,
-    selection: Selection,
-    winners: tuple[Tensor, Tensor, Tensor],
-    kept: Tensor,
-    top: Tensor,
-    block: int = BLOCK,
-) -> tuple[Tensor, Tensor]:
-    """The weights of a part [n, v] of the logits in front of each of `winners` [n, m] of all parts, and in all.
-
-    A weight is exp(score - `top` [n]), of tokens with a score of `kept` [n] or more: float64 [n, m] and [n].
-    """
-    size = winners[0].shape
-    before = torch.zeros(size, dtype=torch.float64, device=logits.device)
-    whole = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
-    arguments = [each.contiguous() for each in (*winners, kept, top)]
-    first = selection.first_token
-    _launch(weigh_prefixes, size, block, first, logits, selection.temperature, *arguments, before, whole)
-    return before, whole
-
-
-def _launch(
-    kernel: Any, grid: Sequence[int], block: int, first_token: int, logits: Tensor, *arguments: Tensor, **constants: Any
-) -> None:
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    vocabulary = logits.shape[1]
-    constants["BLOCK"] = min(block, triton.next_power_of_2(vocabulary))
-    with device_of(logits):
-        sizes = vocabulary, logits.stride(0), first_token
-        kernel[tuple(grid)](logits, *arguments, *sizes, **constants, num_warps=NUM_WARPS)

@@ -7,23 +7,20 @@ temperature + gumbel)` samples softmax(logits / temperature) exactly. There is n
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from importlib import import_module
-from typing import cast
+from functools import lru_cache, partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from lpr import native
-from lpr.config import SamplingParams, first_line
+from lpr.config import SamplingParams
 from lpr.core.recycle import MAX_SCORE, SCORE_STEPS
+from lpr.model.kernels import working
 from lpr.model.sampling import in_cpp, specification
 from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel
-
-logger = logging.getLogger(__name__)
 
 
 def choose(logits: Tensor, selection: Selection, fixed_shapes: bool = False) -> Tensor:
@@ -61,22 +58,17 @@ def pick_with_totals(logits: Tensor, selection: Selection, fixed_shapes: bool = 
 
 
 @lru_cache
-def gpu_pick(device: torch.device) -> Callable[[Tensor, Selection], tuple[Tensor, Tensor]]:
+def gpu_pick(device: torch.device) -> Pick:
     """The function that samples on a GPU, with totals: the kernel, if it works here, else the specification.
 
     The first call compiles and tests the kernel, which is impossible during a graph capture: the self-check makes it.
     """
-
-    def by_kernel(logits: Tensor, selection: Selection) -> Tensor:
-        chosen: Tensor = import_module(_KERNEL).choose(logits, selection)[0]
-        return chosen
-
-    tried = (SamplingParams(temperature=0.8), SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01))
-    works = agrees(by_kernel, device, tried, "the sampling kernel does not work here, sampling is slower")
-    return import_module(_KERNEL).choose if works else specification.choose
+    warning = "the sampling kernel does not work here, sampling is slower"
+    return working("sampling_kernel.choose", partial(check_pick, device=device), specification.choose, warning)
 
 
-_KERNEL = "lpr.model.kernels.sampling_kernel"
+Pick = Callable[[Tensor, Selection], tuple[Tensor, Tensor]]
+Find = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
 MOST_LIKELY = 32  # most top tokens for which the kernel is used: it scans a block once for each
 TRIED = ((64, 1000), (6, 32_000), (2, 152_064))
 """(Rows, vocabulary size) with which a kernel is tested: one block, and many."""
@@ -95,29 +87,14 @@ def tried_logits(sizes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
         yield logits
 
 
-def agrees(
-    choose: Callable[[Tensor, Selection], Tensor],
-    device: torch.device,
-    tried: Sequence[SamplingParams],
-    otherwise: str,
-    sizes: Sequence[tuple[int, int]] = (),
-) -> bool:
-    """True if `choose` gives the specification's tokens on `device`; else logs the reason and `otherwise`.
-
-    The first row of each of `sizes` (default: TRIED) is greedy.
-    """
-    try:
-        for logits in tried_logits(sizes or TRIED):
-            logits = logits.to(device)
-            for params in tried:
-                chosen = [(SamplingParams(), [0]), (params, range(1, len(logits)))]
-                selection = Selection.build(chosen, device)
-                if not torch.equal(choose(logits, selection), specification.pick(logits, selection)):
-                    raise RuntimeError(f"other tokens of {logits.shape[1]} were chosen with {params}")
-        return True
-    except Exception as failure:  # whatever a compiler or driver raises
-        logger.warning("%s: %s", otherwise, first_line(failure))
-        return False
+def check_pick(choose: Pick, device: torch.device) -> None:
+    """Raise RuntimeError unless `choose` gives the specification's tokens. The first row of each size is greedy."""
+    limited = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
+    for logits, params in product(tried_logits(TRIED), (SamplingParams(temperature=0.8), limited)):
+        logits = logits.to(device)
+        selection = Selection.build([(SamplingParams(), [0]), (params, range(1, len(logits)))], device)
+        if not torch.equal(choose(logits, selection)[0], specification.pick(logits, selection)):
+            raise RuntimeError(f"other tokens of {logits.shape[1]} were chosen with {params}")
 
 
 def log_probabilities(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
@@ -154,21 +131,20 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @lru_cache
-def gpu_likeliest(device: torch.device) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
+def gpu_likeliest(device: torch.device) -> Find:
     """The function that finds likely tokens on a GPU, as `gpu_pick`: the kernel, if it works here."""
-    try:
-        kernel = import_module(_KERNEL)
+
+    def check(find: Find) -> None:
         for logits in tried_logits(TRIED):
             logits = logits.to(device)
             first = logits.sort(dim=-1, descending=True, stable=True).indices[:, :8]
-            expected, found = specification.likeliest(logits, 8), kernel.likeliest(logits, 8)
+            expected, found = specification.likeliest(logits, 8), find(logits, 8)
             are_close = [torch.allclose(found[each], expected[each], atol=1e-4) for each in (0, 2)]
             if not all(are_close) or not torch.equal(found[1], first):
                 raise RuntimeError(f"other tokens of {logits.shape[1]} were found")
-        return cast(Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], kernel.likeliest)
-    except Exception as failure:  # whatever a compiler or driver raises
-        logger.warning("the kernel of likely tokens does not work here, drafts take longer: %s", first_line(failure))
-    return specification.likeliest
+
+    warning = "the kernel of likely tokens does not work here, drafts take longer"
+    return working("sampling_kernel.likeliest", check, specification.likeliest, warning)
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from lpr.model.adapter import Adapter
 from lpr.model.kv_cache import KVCache
 from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.sampling.choice import candidates, choose, four_to_a_word, log_probabilities
-from lpr.model.sampling.parts import choose_by_parts, limits_work, may_be_in_parts
+from lpr.model.sampling.parts import choose_by_parts, may_be_in_parts
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row
 
@@ -20,11 +20,10 @@ class Sampler:
     def __init__(self, part: VocabularyHead | None = None) -> None:
         """With a `part`, tp ranks sample from their own logits if possible."""
         self.part = part
-        self._limits_in_parts = False
 
     def in_parts(self, selection: Selection) -> bool:
         """True if `selection` is sampled vocab-parallel."""
-        return self.part is not None and may_be_in_parts(selection, self._limits_in_parts)
+        return self.part is not None and may_be_in_parts(selection)
 
     def results(self, logits: Tensor, selection: Selection, num_candidates: int, fixed_shapes: bool = False) -> Tensor:
         """Int32 [n, result_words(k)] of `logits` [n, V]: next token, k candidates, and their k scores, four a word.
@@ -56,7 +55,6 @@ class Sampler:
         whole, mine = found
         there = whole[:, self.part.first : self.part.first + mine.shape[1]]
         same = mine.shape == there.shape and torch.allclose(mine, there, atol=1e-3 * float(whole.max() - whole.min()))
-        words = torch.tensor([[int(same), int(limits_work(mine.device))]], dtype=torch.int32, device=mine.device)
-        same, self._limits_in_parts = self.part.gather(words).all(0)[0].tolist()
-        if not same:
+        words = torch.tensor([[int(same)]], dtype=torch.int32, device=mine.device)
+        if not self.part.gather(words).all():
             self.part = None

@@ -18,8 +18,6 @@ from lpr.native import selection_words
 _MASK64 = 2**64 - 1
 COLDEST = 1e-30
 """Lower bound of temperatures: at it, scores differ by far more than any noise, and none overflows."""
-TOP_K = 64
-"""The largest top-k of vocab-parallel sampling (lpr.model.sampling.parts)."""
 
 
 def choice_of(params: SamplingParams) -> Choice:
@@ -38,7 +36,6 @@ class Selection:
     num_rows: int  # n; 0 if no row is sampled: an argmax has no parameters
     sampled: bool  # True if any row is sampled
     filtered: bool  # True if any row has a top-k, top-p or min-p limit
-    is_wide: bool = False  # True if any row has a top-k beyond TOP_K
     first_token: int = 0  # the token of the first column of the logits; not 0 where they are a part of the vocabulary
     processor_paths: list[ProcessorPath] = field(default_factory=list)
     """The sequences whose choices go through logits processors."""
@@ -56,8 +53,7 @@ class Selection:
         words = selection_words(choices, positions)
         count = sum(map(len, positions))
         filtered = any([p.temperature > 0 and bool(p.top_k or p.top_p < 1 or p.min_p) for p, _ in requests])
-        is_wide = any([p.temperature > 0 and p.top_k > TOP_K for p, _ in requests])
-        return cls(torch.from_numpy(words), len(words) - 5 * count, count, True, filtered, is_wide).to(device)
+        return cls(torch.from_numpy(words), len(words) - 5 * count, count, True, filtered).to(device)
 
     def to(self, device: torch.device | None) -> Selection:
         """This selection on `device`, by one asynchronous copy."""
