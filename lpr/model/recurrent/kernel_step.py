@@ -1,17 +1,27 @@
-"""The inputs of the recurrent Triton kernels in a step."""
+"""Recurrent layers of a step whose tree is given as bits, by Triton kernels.
+
+A call of the model is one launch, including norms, step sizes and gates besides the scan. Advancing the states of a
+layer is one more. Steps without bits (attention other than 'triton') use the torch forms on any device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
 
 from lpr.model.kernels import scan_kernel
-from lpr.model.kernels.scan_kernel import BLOCK_M, Advance
+from lpr.model.kernels.scan_kernel import BLOCK_M, Advance, Options
 from lpr.model.recurrent.layout import certain_entries
+from lpr.model.recurrent.states import States
 from lpr.model.step_inputs import Row, StepInputs
 from lpr.model.transfer import to_device
+
+SILU = ("silu", "swish")
 
 
 class KernelStep:
@@ -31,6 +41,34 @@ class KernelStep:
             trunk = to_device(trunks, self.device) if trunks.any() else None
         self.places = scan_kernel.place(mask, slots, trunk, num_kept)
         self.advances: list[Advance] = []
+
+    def convolve(
+        self, states: States, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> Tensor:
+        """The convolution of x [R, C, N] by weight [C, width]: [R, C, N]."""
+        site, tensor = states.of_convolution(x, weight.shape[1])
+        memory, is_silu = states.memory(site, x.device), activation in SILU
+        out, advance = scan_kernel.convolve(x, weight, bias, is_silu, tensor, self.places, memory)
+        self.advances.append(advance)
+        return out if activation is None or is_silu else ACT2FN[activation](out)
+
+    def linear(
+        self, states: States, query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor, **how: Any
+    ) -> Tensor:
+        """As `linear_scan` of the kernels, with Options `how`."""
+        site, tensor = states.of_scan((value.shape[2], key.shape[3], value.shape[3]), value.device)
+        given = query, key, value, decay, beta, tensor, self.places, states.memory(site, value.device)
+        out, advance = scan_kernel.linear_scan(*given, Options(**how), exact=states.is_exact)
+        self.advances.append(advance)
+        return out
+
+    def selective(self, states: States, x: Tensor, steps: Tensor, rates: Tensor, *given: Tensor, **how: Any) -> Tensor:
+        """As `selective_scan` of the kernels."""
+        site, tensor = states.of_scan(rates.shape, rates.device)
+        memory = states.memory(site, rates.device)
+        out, advance = scan_kernel.selective_scan(x, steps, rates, *given, tensor, self.places, memory, **how)
+        self.advances.append(advance)
+        return out
 
     def advance(self, rows: Sequence[Row], kept: Sequence[Sequence[int]]) -> None:
         """As States.advance; one launch for each convolution and scan."""

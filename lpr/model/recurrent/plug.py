@@ -32,11 +32,9 @@ key_gain: ContextVar[float] = ContextVar("key_gain", default=1.0)
 def _convolve(
     states: States, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
 ) -> Tensor:
-    return states.convolve(x, weight, bias, ACT2FN[activation] if activation is not None else _same)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+    if (step := states.kernel_step()) is not None:
+        return step.convolve(states, x, weight, bias, activation)
+    return states.convolve(x, weight, bias, ACT2FN[activation] if activation is not None else lambda out: out)
 
 
 def _delta(
@@ -49,6 +47,10 @@ def _delta(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
+    if (step := states.kernel_step()) is not None:
+        how = {"solve": True, "norm": use_qk_l2norm_in_kernel, "scale": query.shape[-1] ** -0.5}
+        out = step.linear(states, query, key, value, g, beta, **how)
+        return out, out.new_empty(0)
     dtype, times = query.dtype, value.shape[2] // key.shape[2]
     query, key = (each.repeat_interleave(times, dim=2) for each in (query, key)) if times > 1 else (query, key)
     query, key, value, g, beta = (each.float().contiguous() for each in (query, key, value, g, beta))
@@ -72,6 +74,10 @@ def _ssd(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
+    if (step := states.kernel_step()) is not None:
+        how = {"rate": A, "bias": dt_bias, "softplus": dt_softplus, "limits": dt_limit, "skip": D}
+        out = step.linear(states, C, B, hidden_states, None, dt, **how)
+        return out, out.new_empty(0)
     dt = dt + dt_bias.to(dt.dtype) if dt_bias is not None else dt
     dt = torch.clamp(F.softplus(dt) if dt_softplus else dt, *dt_limit).float()
     x, times = hidden_states.float(), hidden_states.shape[2] // B.shape[2]
@@ -95,6 +101,10 @@ def _selective(
     delta_softplus: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
+    if (step := states.kernel_step()) is not None:
+        how = {"bias": delta_bias, "softplus": delta_softplus, "skip": D, "gate": z}
+        out = step.selective(states, hidden_states, dt, A, B, C, **how)
+        return out, out.new_empty(0)
     dt = dt + delta_bias.to(dt.dtype)[..., None] if delta_bias is not None else dt
     dt = F.softplus(dt) if delta_softplus else dt
     inputs = [each.float().transpose(1, 2) for each in (hidden_states, dt, B, C)]
@@ -154,10 +164,7 @@ def _replaced(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
                 kwargs = {**kwargs, "B": kwargs["B"] * gain}
         if step is None:
             return stock(*args, **kwargs)
-        states, calls = step.cache.states, CALLS
-        if states.runs_kernels():
-            calls = import_module("lpr.model.recurrent.kernels").CALLS
-        return calls[name](states, *args, **kwargs)
+        return CALLS[name](step.cache.states, *args, **kwargs)
 
     evaluate.stock = stock  # type: ignore[attr-defined]
     return evaluate

@@ -107,10 +107,10 @@ class States:
                 self.kernels = import_module("lpr.model.recurrent.kernel_step").KernelStep(step)
         return self._layouts
 
-    def runs_kernels(self) -> bool:
-        """True if the Triton kernels evaluate the recurrent layers of the current step."""
+    def kernel_step(self) -> KernelStep | None:
+        """The current step for the Triton kernels; None if they do not evaluate its recurrent layers."""
         self._begin_step()
-        return self.kernels is not None
+        return self.kernels
 
     @property
     def is_exact(self) -> bool:
