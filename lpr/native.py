@@ -108,7 +108,7 @@ can_use_amx: Callable[[], bool] | None = getattr(_extension, "can_use_amx", None
 use_narrow_vectors: Callable[[bool], None] | None = getattr(_extension, "use_narrow_vectors", None)
 multiply_tiles: Callable[..., None] | None = getattr(_extension, "multiply_tiles", None)
 """Matrix products of a few rows (lpr.model.cpu.tiles), with AVX2 or AVX-512; of bfloat16 by a core's matrix unit if it
-has one (AMX). Elsewhere oneDNN multiplies."""
+has one (AMX). Elsewhere torch multiplies."""
 
 add_low_rank: Callable[..., None] | None = getattr(_extension, "add_low_rank", None)
 """What adapters add to rows of a product (lpr.model.lora.bank); without the extension torch multiplies."""

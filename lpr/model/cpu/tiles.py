@@ -1,7 +1,8 @@
 """Matrix products in C++ (native/products.h) with weights prepacked in panels of 32 outputs.
 
-They are 1.3 to 1.7 times as fast as oneDNN at 8 to 32 rows, the sizes of trees and batches, and no slower at other
-sizes (AVX-512). A row has the same bits at every number of rows.
+MKL, PyTorch's default in float32, repacks a weight at every call, and is slow on AMD processors. These products are 1.3
+to 1.7 times as fast as oneDNN with prepacked weights at 8 to 32 rows, the sizes of trees and batches, and no slower at
+other sizes (AVX-512). A row has the same bits at every number of rows.
 
 In a float32 model, weights that are exact in bfloat16 are stored in bfloat16 and widened in registers: a step of few
 rows is bound by reading weights.
@@ -23,8 +24,8 @@ _ALONE = 1 << 18  # most multiplications of a product that runs on the calling t
 
 DTYPES = torch.float32, torch.bfloat16  # of rows
 Address = tuple[int, int, int, int, int, int]
-"""For native.DecoderLayer: addresses of a weight and its bias (0: no bias), the numbers of outputs, inputs and bits,
-and the address of an int8 weight's scales (0: none)."""
+"""For native.DecoderLayer: addresses of a weight and its bias (0: no bias), the numbers of outputs, inputs and bits
+(1: codes), and the address of an int8 weight's scales or of the form of codes (0: none)."""
 
 
 def can_tile(dtype: torch.dtype, num_inputs: int) -> bool:
@@ -34,39 +35,53 @@ def can_tile(dtype: torch.dtype, num_inputs: int) -> bool:
     return native.can_tile() and not (dtype is torch.bfloat16 and num_inputs % 2)
 
 
-class Tiles:
-    def __init__(self, weight: Tensor) -> None:
-        """Pack `weight` [outputs, inputs], of a dtype and size that `can_tile` allows."""
-        self.num_outputs, self.num_inputs = weight.shape
-        self.dtype = weight.dtype
-        assert native.can_use_amx is not None
-        more = -self.num_inputs % DEPTH if weight.dtype is torch.bfloat16 and native.can_use_amx() else 0
-        weight = _halves(weight)
-        self._has_halves = weight.dtype is torch.bfloat16
-        together = 2 if self._has_halves else 1
-        whole = F.pad(weight, (0, more, 0, -self.num_outputs % PANEL)).view(-1, PANEL, self.num_inputs + more)
-        pairs = whole.view(torch.int32).transpose(1, 2)  # copied as words of 4 bytes: 5 times as fast as in twos
-        self._panels = in_huge_pages(pairs).view(whole.dtype).unflatten(2, (PANEL, together))
+class Panels:
+    """A weight in panels of PANEL outputs."""
+
+    bits: int  # as an Address has them
+    dtypes: tuple[torch.dtype, ...] = DTYPES  # of rows
+    aside: Tensor | None = None  # what an address has last: scales of outputs, or the form of codes
+
+    def __init__(self, panels: Tensor, num_outputs: int, num_inputs: int) -> None:
+        self._panels, self.num_outputs, self.num_inputs = in_huge_pages(panels), num_outputs, num_inputs
 
     @property
     def num_bytes(self) -> int:
-        return self._panels.nbytes
+        return self._panels.nbytes + (0 if self.aside is None else self.aside.nbytes)
+
+    def address(self, bias: Tensor | None) -> Address:
+        """The addresses and sizes of the weight and of `bias` [outputs] in float32."""
+        places = [0 if each is None else each.data_ptr() for each in (self._panels, bias, self.aside)]
+        return places[0], places[1], self.num_outputs, self.num_inputs, self.bits, places[2]
+
+    def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
+        """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
+        if given.dtype not in self.dtypes or given.shape[-1] != self.num_inputs:
+            weight = f"a weight of {self.num_inputs} inputs, for {', '.join(map(str, self.dtypes))}"
+            raise TypeError(f"{given.dtype} {[*given.shape]} is multiplied by {weight}")
+        return multiply_at(self.address(bias), given)
+
+
+class Tiles(Panels):
+    """A weight of floats, as it is."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Pack `weight` [outputs, inputs], of a dtype and size that `can_tile` allows."""
+        num_outputs, num_inputs = weight.shape
+        self.dtypes = (weight.dtype,)
+        assert native.can_use_amx is not None
+        more = -num_inputs % DEPTH if weight.dtype is torch.bfloat16 and native.can_use_amx() else 0
+        weight = _halves(weight)
+        self.bits = 8 * weight.itemsize
+        whole = F.pad(weight, (0, more, 0, -num_outputs % PANEL)).view(-1, PANEL, num_inputs + more)
+        pairs = whole.view(torch.int32).transpose(1, 2)  # copied as words of 4 bytes: 5 times as fast as in twos
+        super().__init__(pairs, num_outputs, num_inputs)
+        self._panels = self._panels.view(whole.dtype).unflatten(2, (PANEL, 4 // weight.itemsize))
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
         """A copy of the weight [outputs, inputs]."""
         whole = self._panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_outputs, : self.num_inputs]
         return whole.to(dtype).contiguous()
-
-    def address(self, bias: Tensor | None) -> Address:
-        """The addresses and sizes of the weight and of `bias` [outputs] in float32."""
-        places = self._panels.data_ptr(), 0 if bias is None else bias.data_ptr()
-        return *places, self.num_outputs, self.num_inputs, 16 if self._has_halves else 32, 0
-
-    def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
-        """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
-        if given.dtype is not self.dtype or given.shape[-1] != self.num_inputs:
-            raise TypeError(f"{given.dtype} {[*given.shape]} is multiplied by {self.dtype} of {self.num_inputs} inputs")
-        return multiply_at(self.address(bias), given)
 
 
 def multiply_at(address: Address, given: Tensor) -> Tensor:

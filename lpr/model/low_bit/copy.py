@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from lpr.model.cpu.products import PrepackedLinear
@@ -22,7 +20,7 @@ from lpr.model.low_bit.coded import BITS
 from lpr.model.low_bit.layers import CodedExperts, PackedCodedLinear, coded_modules
 from lpr.model.low_bit.products import FORMS, Form, LowBitPack, round_linear
 from lpr.model.rewrite.base import Setting, carry_out
-from lpr.model.rewrite.merged_linear import GROUPS, Pack, PackedLinear
+from lpr.model.rewrite.merged_linear import Pack, PackedLinear, inputs_of, is_plain
 from lpr.model.rewrite.sharded_layers import ReducedLinear, VocabularyHead
 from lpr.model.rewrite.table import FUSED, undo_forwards
 
@@ -73,8 +71,7 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
         if can_round_experts(module):
             module.forward = experts = _rounded_experts(module, form)
             num_bytes += experts.num_bytes
-        groups: list[list[Any]] = [[getattr(module, name, None) for name in names] for names in GROUPS]
-        for members in [*groups, *([each] for each in module.children())]:
+        for members in inputs_of(module):
             if _can_round(members):
                 fine = form == "int4" and members[0] is head
                 num_bytes += round_linear(members, "int8" if fine else form).num_bytes
@@ -120,17 +117,6 @@ def _rounded_experts(module: Any, form: Form) -> CodedExperts:
 
 def _can_round(members: Sequence[Any]) -> bool:
     """True for plain layers of one input."""
-    if not all(type(each) in _KINDS and _is_plain(each) for each in members):
+    if not all(type(each) in _KINDS and is_plain(each) for each in members):
         return False
     return len({(each.in_features, each.bias is None) for each in members}) == 1
-
-
-def _is_plain(module: Any) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks
-    held = module._parameters.values()
-    return (
-        not any(hooks)
-        and "forward" not in vars(module)
-        and not parametrize.is_parametrized(module)
-        and not any(each is not None and is_traceable_wrapper_subclass(each) for each in held)
-    )

@@ -19,14 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lpr.model.cpu.memory import in_huge_pages
 from lpr.model.cpu.products import LaidOut, PrepackedLinear
-from lpr.model.cpu.tiles import PANEL, Address, can_tile, multiply_at
+from lpr.model.cpu.tiles import PANEL, Panels, can_tile
 from lpr.model.fused.elementwise import is_available
 from lpr.model.low_bit.coded import BITS, VALUES, Coding, as_bytes
 from lpr.model.low_bit.formats import Coded
 from lpr.model.rewrite.base import Rewrite, Setting, Stage
-from lpr.model.rewrite.merged_linear import GROUPS
+from lpr.model.rewrite.merged_linear import inputs_of, joined, share
 from lpr.model.rewrite.sharded_layers import ReducedLinear
 
 EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -87,12 +86,14 @@ def _kernels() -> Any:
     return import_module("lpr.model.kernels.coded_kernel")
 
 
-class CodedTiles:
+class CodedTiles(Panels):
     """A weight in panels of 32 outputs, whose codes are widened in registers: products are as those of floats."""
+
+    bits = 1
 
     def __init__(self, coding: Coding, rows: Tensor) -> None:
         """Lay out `rows` [outputs, row_bytes], for processors with `can_tile`."""
-        self.coding, self.num_outputs, self.num_inputs = coding, len(rows), coding.num_inputs
+        self.coding, num_outputs = coding, len(rows)
         rows = F.pad(rows, (0, 0, 0, -len(rows) % PANEL))
         scale, zero = coding.scales(rows)
         scales = [each.unflatten(0, (-1, PANEL)) for each in ((scale,) if zero is None else (scale, -zero * scale))]
@@ -102,17 +103,13 @@ class CodedTiles:
             words = codes.view(torch.int32).unflatten(0, (-1, PANEL)).transpose(1, 2)
         else:  # bytes of an input, of 32 outputs together
             words = codes.unflatten(0, (-1, PANEL)).transpose(1, 2)
-        self._panels = in_huge_pages(torch.cat([panels, as_bytes(words).flatten(1)], 1))
+        super().__init__(torch.cat([panels, as_bytes(words).flatten(1)], 1), num_outputs, coding.num_inputs)
         table = VALUES.get(coding.kind, (0.0,) * 16)
         sizes = _KINDS[coding.kind], coding.group, coding.num_groups, coding.has_zero, self._panels.shape[1]
-        self._form = torch.frombuffer(bytearray(struct.pack("5q16f", *sizes, *table)), dtype=torch.uint8)
+        self.aside = torch.frombuffer(bytearray(struct.pack("5q16f", *sizes, *table)), dtype=torch.uint8)
 
     def __reduce__(self) -> tuple[type[CodedTiles], tuple[Coding, Tensor]]:
         return CodedTiles, (self.coding, self.rows())
-
-    @property
-    def num_bytes(self) -> int:
-        return self._panels.nbytes
 
     def rows(self) -> Tensor:
         """A copy of the rows that it was made of."""
@@ -131,17 +128,6 @@ class CodedTiles:
     def to_dense(self, dtype: torch.dtype) -> Tensor:
         """A copy of the weight [outputs, inputs]."""
         return self.coding.to_dense(self.rows(), dtype)
-
-    def address(self, bias: Tensor | None) -> Address:
-        """Where weight and `bias` [outputs] in float32 lie."""
-        place = 0 if bias is None else bias.data_ptr()
-        return self._panels.data_ptr(), place, self.num_outputs, self.num_inputs, 1, self._form.data_ptr()
-
-    def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
-        """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
-        if not can_tile(given.dtype, 2) or given.shape[-1] != self.num_inputs:
-            raise TypeError(f"{given.dtype} {[*given.shape]} is multiplied by a weight of {self.num_inputs} inputs")
-        return multiply_at(self.address(bias), given)
 
 
 class Reordered:
@@ -301,8 +287,7 @@ class CodedProducts(Rewrite):
         for name, module in list(model.named_modules()):
             if isinstance(vars(module).get("forward"), CodedExperts):
                 yield name, []
-            groups: list[list[Any]] = [[getattr(module, each, None) for each in names] for names in GROUPS]
-            for members in [*groups, *([each] for each in module.children())]:
+            for members in inputs_of(module):
                 if _fit(members):
                     yield name, members
 
@@ -318,15 +303,14 @@ class CodedProducts(Rewrite):
                 del each.coding, each.dtype, each.order
                 each.__class__ = ReducedLinear if isinstance(each, ReducedCodedLinear) else nn.Linear
             return
-        rows = first.weight.data if len(found) == 1 else torch.cat([each.weight.data for each in found])
+        rows = joined([each.weight.data for each in found])
         is_part = isinstance(first, ReducedCodedLinear)
         bias = torch.cat([each.bias.data for each in found]) if first.bias is not None and not is_part else None
         sizes = [len(each.weight) for each in found]
         pack = CodedPack(first.coding, rows, bias, sizes, first.dtype, first.order)
-        for place, member in enumerate(found):
+        for member in found:
             del member.weight, member.coding, member.dtype, member.order
-            member.__class__ = PackedReducedLinear if is_part else PackedCodedLinear
-            member.pack, member.place = pack, place
+        share(pack, found, PackedReducedLinear if is_part else PackedCodedLinear)
 
 
 def _is_tiled(dtype: torch.dtype, device: torch.device) -> bool:

@@ -16,6 +16,7 @@ from lpr.model.cpu.products import LaidOut, PrepackedLinear
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.low_bit.layers import PackedReducedLinear
 from lpr.model.low_bit.tiles import GROUP, Int4Tiles, Int8Tiles
+from lpr.model.rewrite.merged_linear import joined, share
 from lpr.model.rewrite.sharded_layers import ReducedLinear, VocabularyHead
 
 Form = Literal["int8", "int4", "fp8"]
@@ -101,11 +102,8 @@ def round_linear(members: Sequence[nn.Linear], form: Form) -> LowBitPack:
     made = LowBitHead if isinstance(members[0], VocabularyHead) else PackedReducedLinear if is_part else LowBitLinear
     weights = [each.weight.detach() for each in members]
     biases = [each.bias.detach() for each in members if each.bias is not None and not is_part]
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    bias = (biases[0] if len(biases) == 1 else torch.cat(biases)) if biases else None
-    pack = LowBitPack(weight, bias, [len(each) for each in weights], form)
-    for place, member in enumerate(members):
+    pack = LowBitPack(joined(weights), joined(biases) if biases else None, [len(each) for each in weights], form)
+    for member in members:
         member._parameters.pop("weight", None)
-        member.__class__ = made
-        member.pack, member.place = pack, place  # type: ignore[assignment]
+    share(pack, members, made)
     return pack

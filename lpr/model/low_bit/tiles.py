@@ -6,41 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lpr.model.cpu.memory import in_huge_pages
-from lpr.model.cpu.tiles import DTYPES, PANEL, Address, multiply_at
+from lpr.model.cpu.tiles import PANEL, Panels
 
 GROUP = 32
 """Inputs that share a scale and a minimum in int4."""
 
 
-class _LowBitTiles:
-    """A weight in panels; rows are rounded on the way."""
-
-    bits: int
-    scale: Tensor | None = None
-    """Of the outputs, float32, where they do not lie in the panels."""
-
-    def __init__(self, panels: Tensor, num_outputs: int, num_inputs: int) -> None:
-        self._panels, self.num_outputs, self.num_inputs = in_huge_pages(panels), num_outputs, num_inputs
-
-    @property
-    def num_bytes(self) -> int:
-        return self._panels.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
-    def address(self, bias: Tensor | None) -> Address:
-        """Where weight and `bias` [outputs] in float32 lie."""
-        places = [0 if each is None else each.data_ptr() for each in (self._panels, bias, self.scale)]
-        return places[0], places[1], self.num_outputs, self.num_inputs, self.bits, places[2]
-
-    def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
-        """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs] in float32."""
-        if given.dtype not in DTYPES or given.shape[-1] != self.num_inputs:
-            weight = f"int{self.bits} of {self.num_inputs} inputs"
-            raise TypeError(f"{given.dtype} {[*given.shape]} is multiplied by {weight}")
-        return multiply_at(self.address(bias), given)
-
-
-class Int8Tiles(_LowBitTiles):
+class Int8Tiles(Panels):
     """A weight of int8, with a scale per output."""
 
     bits = 8
@@ -49,15 +21,15 @@ class Int8Tiles(_LowBitTiles):
         """Lay out `values` [outputs, inputs] of int8 with `scale` [outputs]; for processors with `can_tile`."""
         whole = F.pad(values, (0, -values.shape[1] % 4, 0, -len(values) % PANEL))
         super().__init__(whole.view(torch.int16).unflatten(0, (-1, PANEL)).transpose(1, 2), *values.shape)
-        self.scale: Tensor = scale.float().contiguous()
+        self.aside: Tensor = scale.float().contiguous()
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
         whole = self._panels.transpose(1, 2).contiguous().view(torch.int8).flatten(0, 1)
         values = whole[: self.num_outputs, : self.num_inputs]
-        return (values.float() * self.scale[:, None]).to(dtype)
+        return (values.float() * self.aside[:, None]).to(dtype)
 
 
-class Int4Tiles(_LowBitTiles):
+class Int4Tiles(Panels):
     """A weight of 4 bits, with a scale and a minimum per output and GROUP inputs."""
 
     bits = 4

@@ -98,10 +98,7 @@ class MergedLinear(Rewrite):
                         yield name, members
 
     def apply(self, module: nn.Module, found: list[Any]) -> None:
-        pack = Pack(found)
-        for place, member in enumerate(found):
-            member.__class__ = PackedLinear
-            member.pack, member.place = pack, place
+        share(Pack(found), found, PackedLinear)
 
 
 def lie_together(parts: Sequence[torch.Tensor]) -> bool:
@@ -127,20 +124,31 @@ def has_room_to_pack(device: torch.device) -> bool:
     return bool(free > ROOM * total)
 
 
+def inputs_of(module: nn.Module) -> Iterator[list[Any]]:
+    """The children of a module that have one input, together (None for those that it lacks), and each child alone."""
+    for names in GROUPS:
+        yield [getattr(module, each, None) for each in names]
+    yield from ([each] for each in module.children())
+
+
+def share(pack: Pack, members: Sequence[Any], made: type[nn.Linear]) -> None:
+    """Make `members` layers of the class `made`, of one pack."""
+    for place, member in enumerate(members):
+        member.__class__ = made
+        member.pack, member.place = pack, place
+
+
 def fit(members: Sequence[Any]) -> bool:
     """True for plain layers whose weights may be merged."""
-    if not all(type(each) is nn.Linear and _is_plain(each) for each in members):
+    if not all(type(each) is nn.Linear and is_plain(each) and each.weight.dtype in DTYPES for each in members):
         return False
     kinds = {(each.in_features, each.weight.dtype, each.weight.device, each.bias is None) for each in members}
     return len(kinds) == 1 and len({id(each.weight) for each in members}) == len(members)
 
 
-def _is_plain(module: nn.Linear) -> bool:
+def is_plain(module: nn.Module) -> bool:
+    """True for a module without hooks, and with tensors of torch's own as parameters."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    held = [module.weight] if module.bias is None else [module.weight, module.bias]
-    return (
-        not any(hooks)
-        and "forward" not in vars(module)
-        and not parametrize.is_parametrized(module)
-        and all(each.dtype in DTYPES and not is_traceable_wrapper_subclass(each) for each in held)
-    )
+    held = [each for each in module._parameters.values() if each is not None]
+    is_own = "forward" not in vars(module) and not parametrize.is_parametrized(module)
+    return is_own and not any(hooks) and not any(map(is_traceable_wrapper_subclass, held))

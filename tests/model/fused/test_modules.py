@@ -17,7 +17,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from lpr import DecodeConfig, Engine, InputError, SamplingParams, native
 from lpr.model import loader
-from lpr.model.cpu.products import Prepacked, PrepackedLinear, can_pack
+from lpr.model.cpu.products import Prepacked, PrepackedLinear
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.exact import check
 from lpr.model.fused import decoder_layer, elementwise, modules
@@ -30,7 +30,7 @@ from tests.fakes.models import tiny_model
 from tests.fakes.rewriting import make_faster
 
 pytestmark = pytest.mark.skipif(
-    native.rms_norm is None or not can_pack(torch.float32, 2), reason="no extension, or no oneDNN"
+    native.rms_norm is None or not can_tile(torch.float32, 2), reason="no extension, or no AVX2"
 )
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "llama": ({}, {"prepacked products": 9, "decoder layers": 2, "RMS norms": 1}),
@@ -70,7 +70,7 @@ def ids(model: Any, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow(first=6)
 def test_logits_of_a_family(family: str, dtype: torch.dtype) -> None:
-    if not can_pack(dtype, 2):
+    if not can_tile(dtype, 2):
         pytest.skip("this machine allows no packed bfloat16")
     sizes, counts = FAMILIES[family]
     model = tiny_model(family, **sizes)
@@ -104,7 +104,7 @@ def test_pieces_of_a_prompt_compute_no_logits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_mode(dtype: torch.dtype) -> None:
     """The self-check compares bits; packed products agree from two rows on, wherever this was tried."""
-    if not can_pack(dtype, 2):
+    if not can_tile(dtype, 2):
         pytest.skip("this machine allows no packed bfloat16")
     model = tiny_model().to(dtype)
     plain = logits(model)
@@ -134,7 +134,7 @@ def test_a_packed_product_that_changes_with_its_height_is_refused(monkeypatch: p
 def test_one_call_has_the_bits_of_the_parts(
     family: str, dtype: torch.dtype, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not (can_pack(dtype, 2) and can_tile(dtype, 2)):
+    if not can_tile(dtype, 2):
         pytest.skip(f"this machine allows no tiles of {dtype}")
     model = tiny_model(family, **FAMILIES[family][0])
     with torch.no_grad():

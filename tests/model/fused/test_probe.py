@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpr import native
-from lpr.model.cpu.products import can_pack
+from lpr.model.cpu.tiles import can_tile
 from lpr.model.fused.decoder_layer import layer_of
 from lpr.model.fused.elementwise import Weighing
 from lpr.model.fused.modules import mlp_of, norm_of
@@ -24,7 +24,7 @@ from tests.fakes.models import tiny_model
 from tests.fakes.rewriting import make_faster, prepack
 
 pytestmark = pytest.mark.skipif(
-    native.rms_norm is None or not can_pack(torch.float32, 2), reason="no extension, or no oneDNN"
+    native.rms_norm is None or not can_tile(torch.float32, 2), reason="no extension, or no AVX2"
 )
 Forward = Callable[..., Any]
 

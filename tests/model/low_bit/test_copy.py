@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lpr import DecodeConfig, Engine, SamplingParams, native
 from lpr.model.adapter import Adapter
-from lpr.model.cpu.products import PrepackedLinear, can_pack
+from lpr.model.cpu.products import PrepackedLinear
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.kv_cache import KVCache
@@ -158,7 +158,7 @@ def test_a_copy_has_no_memory_but_its_rounded_weights(family: str, is_accelerate
     assert sum(each.num_bytes for each in packs.values()) < 1.3 * sum(each.weight.numel() for each in linears) + 4096
 
 
-@pytest.mark.skipif(not can_pack(torch.float32, 2), reason="no products to pack for")
+@pytest.mark.skipif(not can_tile(torch.float32, 2), reason="no products to pack for")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pass_of_the_copy_is_one_call(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if native.DecoderLayers is None or not can_tile(dtype, 2):
