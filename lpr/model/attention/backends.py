@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lpr.config import InputError
 from lpr.model.attention.dense import TREE_ATTENTION, TREE_MASK_ONLY
 from lpr.model.attention.native import NATIVE, NATIVE_EXACT, why_not_native
-from lpr.model.attention.sparse import MERGING_ATTENTION, SPARSE_ATTENTION, merges, selects
+from lpr.model.attention.sparse import SPARSE_ATTENTION, selects
 from lpr.model.attention.triton_kernels import TRITON, TRITON_EXACT, load_kernel
 from lpr.model.multimodal import set_attention
 
@@ -88,15 +88,10 @@ def _sparse(model: PreTrainedModel) -> str | None:
     return None if selects(model.config.get_text_config(decoder=True)) else "no layer of it selects tokens"
 
 
-def _merging(model: PreTrainedModel) -> str | None:
-    return None if merges(model.config.get_text_config(decoder=True)) else "no layer of it merges tokens"
-
-
 BACKENDS = (
     Backend("triton", _triton, TRITON, TRITON_EXACT, Reads.BITS, preferred_on="cuda"),
     Backend("native", _native, NATIVE, NATIVE_EXACT, Reads.PAGES, preferred_on="cpu"),
     Backend("sdpa", _own_code, TREE_MASK_ONLY, TREE_MASK_ONLY),
-    Backend("sdpa", _merging, MERGING_ATTENTION, MERGING_ATTENTION),
     Backend("sdpa", _sparse, SPARSE_ATTENTION, SPARSE_ATTENTION),
     Backend("sdpa", lambda model: None, TREE_ATTENTION, TREE_ATTENTION),
 )

@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask
 
 from lpr.model.attention.dense import tree_attention, tree_mask, visible_nodes
 from lpr.model.rewrite.base import Setting, WrappedForward
 from lpr.model.step_inputs import StepInputs, current_step
 
 SPARSE_ATTENTION = "lpr_tree_sparse"
-"""Name of the attention implementation for models that select tokens."""
-MERGING_ATTENTION = "lpr_tree_merging"
-"""The same for models that add a bias for merged tokens to an additive mask."""
+"""Name of the attention implementation for models that select tokens; some add a bias for merged tokens to the mask."""
 SELECTING_LAYERS = {"indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse"}
 """Kinds in `config.layer_types` that attend to selected tokens; the second is the first in transformers 5.17."""
 MERGING_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
@@ -48,12 +46,8 @@ def selects(config: Any) -> bool:
 def pools(config: Any) -> bool:
     """True if some layers pool tokens; lpr.model.attention.pooled finds the pools on the host."""
     sizes = (getattr(config, name, None) or 1 for name in ("index_kpool", "indexer_compress_ratio"))
-    return merges(config) or max(sizes) > 1
-
-
-def merges(config: Any) -> bool:
-    """True if some layers attend to merged tokens."""
-    return bool(MERGING_LAYERS.intersection(getattr(config, "layer_types", None) or ()))
+    merges = MERGING_LAYERS.intersection(getattr(config, "layer_types", None) or ())
+    return bool(merges) or max(sizes) > 1
 
 
 def sparse_attention(
@@ -81,9 +75,7 @@ def sparse_attention(
         given = attention_mask, key.shape[2], query.dtype, query.device, kwargs["position_ids"]
         group = query.shape[1] // key.shape[1]  # query heads that share a mask
         attention_mask = blocks.build_block_mask(block_indices, *given)[:, ::group]
-    if selected is not None and attention_mask.dtype == torch.bool:
-        attention_mask = attention_mask & selected
-    elif selected is not None:
+    if selected is not None:
         attention_mask = attention_mask.masked_fill(~selected, torch.finfo(query.dtype).min)
     return tree_attention(module, query, key, value, attention_mask, **kwargs)
 
@@ -186,7 +178,5 @@ def few_selected(model: PreTrainedModel, count: int = 4) -> Iterator[None]:
             setattr(module, name, size)
 
 
-AttentionInterface.register(MERGING_ATTENTION, sparse_attention)
-AttentionMaskInterface.register(MERGING_ATTENTION, tree_mask(eager_mask, may_be_none=False))
 AttentionInterface.register(SPARSE_ATTENTION, sparse_attention)
-AttentionMaskInterface.register(SPARSE_ATTENTION, tree_mask(sdpa_mask, may_be_none=False))
+AttentionMaskInterface.register(SPARSE_ATTENTION, tree_mask(eager_mask, may_be_none=False))

@@ -44,28 +44,28 @@ def test_every_choice_has_a_backend_and_every_backend_is_registered() -> None:
 
 @pytest.mark.parametrize(
     "family, places, on_cpu",
-    [("llama", [5], 1), ("xglm", [2, 5], 2), ("deepseek_v32", [4, 5], 4)],
+    [("llama", [4], 1), ("xglm", [2, 4], 2), ("deepseek_v32", [3, 4], 3)],
 )
 def test_what_each_can_do(family: str, places: list[int], on_cpu: int) -> None:
     """Reasons are one line, and "auto" on a CPU takes the first that has none."""
     model = {"llama": tiny_model, "xglm": own_code, "deepseek_v32": sparse}[family]().double()
     reasons = [each.supports(model) for each in BACKENDS]
-    assert [place for place in range(2, 6) if reasons[place] is None] == places
+    assert [place for place in range(2, 5) if reasons[place] is None] == places
     assert reasons[1] is not None, "the kernel of C++ knows no float64"
     assert all("\n" not in reason for reason in reasons if reason is not None)
-    chosen = BACKENDS[on_cpu] if family != "llama" or native.PagedAttention is not None else BACKENDS[5]
+    chosen = BACKENDS[on_cpu] if family != "llama" or native.PagedAttention is not None else BACKENDS[4]
     assert choose(model.float(), "auto") is chosen
 
 
 def test_auto_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's kernels, but for what they do not know; a kernel that is missing is no error."""
-    for make, place in ((tiny_model, 0), (own_code, 2), (sparse, 4)):
+    for make, place in ((tiny_model, 0), (own_code, 2), (sparse, 3)):
         with monkeypatch.context() as patch:
             assert choose(on_gpu(make(), patch), "auto") is BACKENDS[place]
     with monkeypatch.context() as patch:
         model = on_gpu(tiny_model(), patch)
         patch.setattr(backends, "find_spec", lambda name: None)
-        assert choose(model, "auto") is BACKENDS[5]
+        assert choose(model, "auto") is BACKENDS[4]
         with pytest.raises(InputError, match="needs the package triton"):
             choose(model, "triton")
 
@@ -93,7 +93,7 @@ def test_a_choice_that_cannot_be_is_one_line(
 
 def test_one_more_backend_is_one_more_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """It attends for the models that it supports, also in place of a better known one, and for no others."""
-    dense = BACKENDS[5]
+    dense = BACKENDS[4]
     mine = backends.Backend(
         "sdpa", lambda model: None if model.dtype is torch.float32 else "no", *["lpr_tree_sparse"] * 2
     )
