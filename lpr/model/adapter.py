@@ -49,8 +49,7 @@ class Adapter:
         self.model = model.eval()
         self.lock = _locks.setdefault(model, threading.RLock())
         """Held during a forward; engines of one model take turns."""
-        self.trains = False
-        """True if some module of the model is in training mode; set by the engine."""
+        self.trains = False  # True if some module of the model is in training mode; set by the engine
         self.device = next(model.parameters()).device
         self.config = model.config.get_text_config(decoder=True)
         on_cpu = self.device.type == "cpu"
@@ -68,10 +67,8 @@ class Adapter:
         """In exact mode, the numbers of rows M at which a GEMM gives a row the same bits; set by `why_not_exact`."""
         self._functions: FixedFunctions | None = None
         self._share_gemm_rows = share_gemm_rows
-        self.layer_rules: dict[int | None, Any] = {}
-        """As StepInputs.layer_rules, shared by all steps."""
-        self.may_fall_back = attention == "auto"
-        """True if `self_check` may choose "sdpa" instead."""
+        self.layer_rules: dict[int | None, Any] = {}  # as StepInputs.layer_rules, shared by all steps
+        self.may_fall_back = attention == "auto"  # True if `self_check` may choose "sdpa" instead
         self.set_attention(attention)
 
     @property

@@ -20,14 +20,10 @@ from lpr.model.step_inputs import Row, StepInputs
 class EagerForward:
     """Builds the inputs of each step and calls the model; also the interface of all strategies."""
 
-    capturer: Capturer | None = None
-    """Captures steps; None evaluates them directly."""
-    reason: str | None = None
-    """The reason why no further step is captured, once a capture has failed."""
-    num_captures = 0
-    """Graphs captured so far."""
-    num_computed = 0
-    """Entries that captured steps have computed, padding included."""
+    capturer: Capturer | None = None  # captures steps; None evaluates them directly
+    reason: str | None = None  # the reason why no further step is captured, once a capture has failed
+    num_captures = 0  # graphs captured so far
+    num_computed = 0  # entries that captured steps have computed, padding included
 
     def __init__(
         self, adapter: Adapter, sampler: Sampler, cache: KVCache, before_launch: Callable[[], None] = lambda: None

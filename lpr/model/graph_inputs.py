@@ -35,16 +35,12 @@ PACKED_BUCKETS = (
     256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048,
 )  # fmt: skip
 """N of a packed step: all entries together. A step of more is evaluated directly."""
-MANY_ENTRIES = 256
-"""N from which on packed steps have fewer shapes: the cost of unneeded sampling is then negligible."""
+MANY_ENTRIES = 256  # N from which on packed steps have fewer shapes: the cost of unneeded sampling is then negligible
 SEQUENCE_BUCKETS = (1, 4, 16, 64, 256)
 """S of a packed step: it decides the launch grid of attention; unused sequences cost almost nothing."""
-WIDE_KV = (1024,)
-"""KV for kernels that read the lengths: there KV only decides the number of key splits."""
-WIDE_BATCH = 8
-"""Number of sequences from which on keys are not split by length, because the batch fills a GPU."""
-FEW_KEYS = 16
-"""Noise keys per sequence of a sampling shape; trees with more positions use a shape with one key per row."""
+WIDE_KV = (1024,)  # KV for kernels that read the lengths: there KV only decides the number of key splits
+WIDE_BATCH = 8  # number of sequences from which on keys are not split by length, because the batch fills a GPU
+FEW_KEYS = 16  # noise keys per sequence of a sampling shape; trees with more positions use a shape with one key per row
 
 
 @dataclass(frozen=True)
@@ -52,28 +48,20 @@ class StaticShape:
     """The constants of a captured graph; steps of equal shape are replays of one graph."""
 
     first_slot: int
-    batch: int
-    """B rows, those without a sequence included."""
-    num_entries: int
-    """T."""
-    num_kv: int
-    """KV."""
+    batch: int  # B rows, those without a sequence included
+    num_entries: int  # T
+    num_kv: int  # KV
     num_candidates: int
-    num_keys: int
-    """Noise keys; 0: no row is sampled."""
+    num_keys: int  # noise keys; 0: no row is sampled
     filtered: bool
     """True if top-k, top-p and min-p are applied. For fewer shapes, always true for sampled rows, except with
     vocab-parallel sampling, which gathers whole logits for limits."""
-    tree_bits: bool = False
-    """True if attention reads the ancestors as bits, in place of a dense mask."""
-    by_table: bool = False
-    """True if it reads block tables, in place of a block's own rows."""
-    only_logits: bool = False
-    """True if the graph ends at the logits [B * T, V]; tokens are then chosen outside of it."""
+    tree_bits: bool = False  # True if attention reads the ancestors as bits, in place of a dense mask
+    by_table: bool = False  # True if it reads block tables, in place of a block's own rows
+    only_logits: bool = False  # True if the graph ends at the logits [B * T, V]; tokens are then chosen outside of it
     num_kept: int = 0
     """M results of a packed step, in which `batch` are the sequences and `num_entries` is N; 0: it is not packed."""
-    with_adapters: bool = False
-    """True if some entries have adapters; other steps do not read adapter weights."""
+    with_adapters: bool = False  # True if some entries have adapters; other steps do not read adapter weights
 
     @property
     def num_computed(self) -> int:

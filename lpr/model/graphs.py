@@ -47,16 +47,12 @@ from lpr.model.transfer import Upload
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 256
-"""Most graphs kept; the least recently used one is evicted."""
-MOST_COMMON = 192
-"""Graphs captured at the start."""
-PENDING = 32
-"""Entries beyond the tree's nodes that a graph may hold: committed tokens that another rank has evaluated."""
+MAX_GRAPHS = 256  # most graphs kept; the least recently used one is evicted
+MOST_COMMON = 192  # graphs captured at the start
+PENDING = 32  # entries beyond the tree's nodes that a graph may hold: committed tokens that another rank has evaluated
 CAPTURED, FAILED, WRONG = range(3)
 """Outcomes of a capture. WRONG: the model's forward cannot be a graph, nor the program that would be one."""
-COMMON_KV = 512
-"""Longest cached length captured at load; graphs of longer ones are captured when first needed."""
+COMMON_KV = 512  # longest cached length captured at load; graphs of longer ones are captured when first needed
 
 
 @dataclass(frozen=True)
@@ -64,10 +60,8 @@ class Captured:
     """A captured step. It does not hold the forward: in a cycle, a dropped engine would keep its graphs and K/V."""
 
     replay: Program
-    evaluated: Any
-    """What recurrent layers keep of a step: it lies where the captured forward has put it."""
-    hidden: torch.Tensor | None
-    """The step's hidden states [entries, H], as `GraphForward._kept_hidden`."""
+    evaluated: Any  # what recurrent layers keep of a step: it lies where the captured forward has put it
+    hidden: torch.Tensor | None  # the step's hidden states [entries, H], as `GraphForward._kept_hidden`
 
 
 class GraphForward(EagerForward):
@@ -91,8 +85,7 @@ class GraphForward(EagerForward):
         self.capturer = capturer
         self._model, self._worst = model, worst
         self._row_multiple = self.adapter.gemm_rows.multiple if self.adapter.gemm_rows is not None else 1
-        self.is_wrong = False
-        """True if a program of this model is wrong, captured or not, as it depends on the host."""
+        self.is_wrong = False  # True if a program of this model is wrong, captured or not, as it depends on the host
         self._num_candidates = 0
         self._is_packed = self.adapter.packed and self.adapter.packs_bits
         self.limit(1)

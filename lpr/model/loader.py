@@ -51,14 +51,10 @@ class Loaded:
     model: PreTrainedModel
     tokenizer: Any | None
     eos_token_ids: frozenset[int]
-    max_positions: int | None
-    """Longest sequence that the model's positions allow; None if its config has no limit."""
-    limit_reason: str = ""
-    """The reason if that is shorter than the model's own limit."""
-    head: DraftHead | None = None
-    """The checkpoint's prediction head."""
-    is_ours: bool = False
-    """True if it was loaded by lpr: it has no other user, so its weights may be repacked."""
+    max_positions: int | None  # longest sequence that the model's positions allow; None if its config has no limit
+    limit_reason: str = ""  # the reason if that is shorter than the model's own limit
+    head: DraftHead | None = None  # the checkpoint's prediction head
+    is_ours: bool = False  # True if it was loaded by lpr: it has no other user, so its weights may be repacked
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:

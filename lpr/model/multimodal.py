@@ -21,8 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from lpr.config import InputError, first_line
 from lpr.model.rewrite.base import Rewrite, Setting, Stage, carry_out
 
-_PASSED = ("embed_",)
-"""Name prefixes of modules outside the decoder that text passes through (Gemma 3n's embed_vision)."""
+_PASSED = ("embed_",)  # name prefixes of modules outside the decoder that text passes through (Gemma 3n's embed_vision)
 
 
 def decoder_class(config: PretrainedConfig) -> Any:

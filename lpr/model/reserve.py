@@ -20,14 +20,10 @@ CONTEXT = 640 << 20
 COMMUNICATOR = 24 * 3 * ((512 << 10) + (4800 << 10) + (4 << 20))
 """Bytes of NCCL, per mesh axis: 24 channels, a ring's connection and two of a tree, each with buffers for its
 protocols LL, LL128 and Simple (NCCL 2.x, src/include/device.h, NCCL_BUFFSIZE). Estimated; NVLS may take as much."""
-GRAPH_BYTES = 8 << 20
-"""Bytes of a captured graph: its nodes and their arguments. Estimated."""
-WORKSPACES = 512 << 20
-"""Bytes of cuBLAS for each stream, Triton, and lazily loaded kernels. Estimated."""
-PARTIAL_SUMS = 8
-"""Most float32 copies of attention's output that split-KV writes."""
-FLOAT_COPIES = 3
-"""Float32 copies of all logits where no kernel chooses tokens."""
+GRAPH_BYTES = 8 << 20  # bytes of a captured graph: its nodes and their arguments. Estimated.
+WORKSPACES = 512 << 20  # bytes of cuBLAS for each stream, Triton, and lazily loaded kernels. Estimated.
+PARTIAL_SUMS = 8  # most float32 copies of attention's output that split-KV writes
+FLOAT_COPIES = 3  # float32 copies of all logits where no kernel chooses tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +31,11 @@ class RankSizes:
     """Sizes of one rank's part of a model that determine the memory of steps."""
 
     hidden: int
-    widest: int
-    """Most outputs of a projection in a layer."""
+    widest: int  # most outputs of a projection in a layer
     vocab: int
-    element: int
-    """Bytes of a value."""
-    weights: int
-    """Bytes of all weights."""
-    largest: int
-    """Bytes of the largest weight in a layer."""
+    element: int  # bytes of a value
+    weights: int  # bytes of all weights
+    largest: int  # bytes of the largest weight in a layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +43,12 @@ class Steps:
     """The sizes of the steps that memory is reserved for."""
 
     batch: int
-    num_ahead: int
-    """Nodes of a tree."""
-    prompt: int
-    """Tokens of the longest piece of a prompt."""
-    num_graphs: int = MOST_COMMON
-    """Captured graphs; 0: steps are launched kernel by kernel."""
-    mask_rows: int = 0
-    """Columns of a dense mask; 0: attention reads ancestors as bits."""
-    by_kernel: bool = True
-    """True if kernels choose tokens, without a copy of the logits."""
-    packed: bool = False
-    """True if graphs are of packed steps, pieces of prompts among them."""
+    num_ahead: int  # nodes of a tree
+    prompt: int  # tokens of the longest piece of a prompt
+    num_graphs: int = MOST_COMMON  # captured graphs; 0: steps are launched kernel by kernel
+    mask_rows: int = 0  # columns of a dense mask; 0: attention reads ancestors as bits
+    by_kernel: bool = True  # True if kernels choose tokens, without a copy of the logits
+    packed: bool = False  # True if graphs are of packed steps, pieces of prompts among them
 
     @property
     def num_results(self) -> int:
@@ -88,11 +74,9 @@ class MemoryNeeds:
 
     context: int
     weights: int
-    loading: int
-    """Temporary memory of loading: weights of `IN_FLIGHT` layers, which leave holes afterwards."""
+    loading: int  # temporary memory of loading: weights of `IN_FLIGHT` layers, which leave holes afterwards
     nccl: int
-    layers: int
-    """Activations of a step and of a prompt chunk."""
+    layers: int  # activations of a step and of a prompt chunk
     logits: int
     graphs: int
     workspaces: int

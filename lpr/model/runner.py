@@ -53,12 +53,10 @@ class SharedWeights:
     """Called with the rows of every forward when they are known; the returned function is called before the launch."""
     share_gemm_rows: ShareGemmRows = lambda found: found
     """Returns the exact-mode numbers of GEMM rows that hold on all ranks."""
-    worst: Callable[[int], int] = lambda found: found
-    """Returns the maximum of the argument over all ranks."""
+    worst: Callable[[int], int] = lambda found: found  # returns the maximum of the argument over all ranks
     tp_rank: int = 0
     tp_size: int = 1
-    part: VocabularyHead | None = None
-    """This rank's part of the output head, for vocab-parallel sampling; None without."""
+    part: VocabularyHead | None = None  # this rank's part of the output head, for vocab-parallel sampling; None without
 
 
 class TreeModel:
@@ -79,27 +77,18 @@ class TreeModel:
         self._shared = shared or SharedWeights()
         self.adapter = Adapter(model, attention, exact, self._shared.share_gemm_rows)
         self.model, self.device, self.config = model, self.adapter.device, self.adapter.config
-        self.bank = Bank(model, self._shared.tp_rank, self._shared.tp_size)
-        """The loaded LoRA adapters."""
+        self.bank = Bank(model, self._shared.tp_rank, self._shared.tp_size)  # the loaded LoRA adapters
         self.vocab_size: int = self.config.vocab_size
-        self.exact = exact
-        """True in exact mode: logits do not depend on a step's shape."""
+        self.exact = exact  # True in exact mode: logits do not depend on a step's shape
         self.sampler = Sampler(self._shared.part)
-        self.compiled: CompiledForward | None = None
-        """The compiled forward of captured steps, after `compile`."""
-        self.guesser: Guesser | None = None
-        """Runs the model's prediction head, after `use_head`."""
-        self.self_drafter: SelfDrafter | None = None
-        """Runs a low-bit copy of the model, after `use_copy`."""
-        self.rests = False
-        """True while the head makes no guesses and processes the text late."""
-        self.guess_ms = 0.0
-        """Milliseconds spent in `guess` and `draft` since the caller reset this."""
+        self.compiled: CompiledForward | None = None  # the compiled forward of captured steps, after `compile`
+        self.guesser: Guesser | None = None  # runs the model's prediction head, after `use_head`
+        self.self_drafter: SelfDrafter | None = None  # runs a low-bit copy of the model, after `use_copy`
+        self.rests = False  # True while the head makes no guesses and processes the text late
+        self.guess_ms = 0.0  # milliseconds spent in `guess` and `draft` since the caller reset this
         self.cache: KVCache | None = None
-        self.forward: EagerForward | None = None
-        """The strategy that evaluates steps; chosen by `allocate`."""
-        self.capturer: Capturer | None = None
-        """Captures steps after the next `allocate`; None evaluates them directly."""
+        self.forward: EagerForward | None = None  # the strategy that evaluates steps; chosen by `allocate`
+        self.capturer: Capturer | None = None  # captures steps after the next `allocate`; None evaluates them directly
         self._uncapturable: str | None = None
         if graphs and self.device.type == "cuda":
             self._uncapturable = uncapturable(model, self.adapter.accepts_positions)

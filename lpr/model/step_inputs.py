@@ -24,18 +24,12 @@ _step: ContextVar[StepInputs | None] = ContextVar("_step", default=None)
 class GemmRows:
     """The numbers of rows M of a GEMM at which a row has the same bits, at any place in it, on this machine."""
 
-    fewest: int
-    """Least M of a product with the model's weights."""
-    most: int
-    """Most M; for the output head also at most MOST_LOGITS."""
-    num_threads: int | None
-    """torch's number of threads for which this holds; None: any."""
-    multiple: int = 1
-    """M of a step is a multiple of this."""
-    head_multiple: int = 1
-    """The number of logits rows is a multiple of this."""
-    bits: int = 0
-    """A digest of the tested products' bits, which differs between machines with different kernels."""
+    fewest: int  # least M of a product with the model's weights
+    most: int  # most M; for the output head also at most MOST_LOGITS
+    num_threads: int | None  # torch's number of threads for which this holds; None: any
+    multiple: int = 1  # M of a step is a multiple of this
+    head_multiple: int = 1  # the number of logits rows is a multiple of this
+    bits: int = 0  # A digest of the tested products' bits, which differs between machines with different kernels
 
 
 class Row:
@@ -58,8 +52,7 @@ class Row:
         entries.
         """
         self.slot, self.num_cached, self.num_results = slot, num_cached, num_results
-        self.entries = np.array([tokens, parents, positions], np.int32)
-        """Tokens, parents and positions, int32 [3, n]."""
+        self.entries = np.array([tokens, parents, positions], np.int32)  # tokens, parents and positions, int32 [3, n]
         self.num_entries = self.entries.shape[1]
 
     @classmethod
@@ -101,31 +94,24 @@ class Row:
 class Block:
     """B consecutive slots that share one call of attention: T entries each over KV cache rows each."""
 
-    start: int
-    """Offset of the block's entries among the N of packed inputs."""
+    start: int  # offset of the block's entries among the N of packed inputs
     first_slot: int
-    num_kv: int
-    """KV, a Python number so that a captured graph can hold it."""
-    positions: torch.Tensor
-    """[B, T] int64: position of each entry in its sequence."""
+    num_kv: int  # KV, a Python number so that a captured graph can hold it
+    positions: torch.Tensor  # [B, T] int64: position of each entry in its sequence
     given_kv_positions: torch.Tensor | None
     """[B, KV] int64: `kv_positions`; None derives them from `tree_mask` at first use."""
     visible: torch.Tensor | None
     """[B, T, KV] bool: the entry attends to the cache row. None where `tree_mask` or `is_causal` decides, or all do."""
-    tree_mask: TreeMask | None = None
-    """The mask of the GPU kernels."""
-    is_causal: bool = False
-    """True for a plain causal prompt: a sequence from its first token on, without a branch."""
+    tree_mask: TreeMask | None = None  # the mask of the GPU kernels
+    is_causal: bool = False  # True for a plain causal prompt: a sequence from its first token on, without a branch
     first_row: int | None = None
     """Cache row that the first entry is written to, if the others follow; None for several rows, or with padding."""
     run: tuple[int, int] | None = None
     """Cache row of the first slot's first key, and the stride between slots, if each slot's keys are contiguous."""
     kv_rows: torch.Tensor | None = None
     """[B * KV] int64: the cache rows of the keys, if they are not contiguous and attention reads no table."""
-    table: torch.Tensor | None = None
-    """[B, pages] int32: the slots' block tables, for attention that reads them."""
-    paths: Paths | None = None
-    """The paths of entries, for exact attention on a GPU; computed by the first layer."""
+    table: torch.Tensor | None = None  # [B, pages] int32: the slots' block tables, for attention that reads them
+    paths: Paths | None = None  # the paths of entries, for exact attention on a GPU; computed by the first layer
 
     @property
     def kv_positions(self) -> torch.Tensor:
@@ -150,42 +136,30 @@ class Block:
 class StepInputs:
     """One forward: [R, N] is [B, T] for a single block, padded on the left, and [1, sum of T] for several."""
 
-    tokens: torch.Tensor
-    """[R, N] int64."""
-    positions: torch.Tensor
-    """[R, N] int64: position of each entry in its sequence."""
-    write_rows: torch.Tensor
-    """[R * N] int64: the cache row that each entry's K/V goes to; padding goes to a spare row."""
+    tokens: torch.Tensor  # [R, N] int64
+    positions: torch.Tensor  # [R, N] int64: position of each entry in its sequence
+    write_rows: torch.Tensor  # [R * N] int64: the cache row that each entry's K/V goes to; padding goes to a spare row
     blocks: list[Block]
-    length: int
-    """Longest cached length; only for model code that asks the cache for it."""
-    num_results: list[int]
-    """Per row, in the given order, the number of last entries whose logits are wanted."""
+    length: int  # longest cached length; only for model code that asks the cache for it
+    num_results: list[int]  # per row, in the given order, the number of last entries whose logits are wanted
     logits_to_keep: int | torch.Tensor
     """The model's argument: a number of last entries of every row, or indices int64 among N."""
-    in_parts: bool = False
-    """True if a vocab-parallel head returns only this rank's part of the logits."""
-    gemm_rows: GemmRows | None = None
-    """Rows of matrix products in exact mode."""
+    in_parts: bool = False  # True if a vocab-parallel head returns only this rank's part of the logits
+    gemm_rows: GemmRows | None = None  # rows of matrix products in exact mode
     pages: Any = None
     """A native.PagedAttention with the trees and block tables of all rows, for attention that reads them on a CPU;
     there is then one block, without a mask and without cache rows."""
-    rows: Sequence[Row] = ()
-    """The rows, block after block; recurrent layers read them, and captured steps have none."""
+    rows: Sequence[Row] = ()  # the rows, block after block; recurrent layers read them, and captured steps have none
     hidden: torch.Tensor | None = None
     """Last hidden states [R, N, H], after the final norm; set by the forward if there is a prediction head."""
-    cache: Any = None
-    """The KVCache of the forward; set by the adapter, as `layer_rules` are."""
+    cache: Any = None  # the KVCache of the forward; set by the adapter, as `layer_rules` are
     layer_rules: dict[int | None, Any] = field(default_factory=dict)
     """Per window or chunk size, the LayerRule (lpr.model.attention.layer_rules) found by earlier steps."""
     made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     """By the id of a mask: the mask (kept alive so that its id is not reused) and the derived value."""
-    made: dict[Hashable, Any] = field(default_factory=dict)
-    """Other values that layers share; see `once`."""
-    adapters: Any = None
-    """The RowAdapters of its entries (lpr.model.lora.bank); None if no row has one."""
-    computed: int = -1
-    """Last layer that an earlier layer's call has computed already (lpr.model.fused.decoder_layer)."""
+    made: dict[Hashable, Any] = field(default_factory=dict)  # other values that layers share; see `once`
+    adapters: Any = None  # the RowAdapters of its entries (lpr.model.lora.bank); None if no row has one
+    computed: int = -1  # last layer that an earlier layer's call has computed already (lpr.model.fused.decoder_layer)
     cache_storages: set[int] = field(default_factory=set)
     """Storages of the K/V that the cache returned, by which attention checks that they are unchanged."""
 

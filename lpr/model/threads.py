@@ -12,8 +12,7 @@ import torch
 
 from lpr import native
 
-_RUNTIMES = ("libgomp", "libiomp5", "libomp")
-"""OpenMP runtimes that torch may bring; all export GOMP_parallel on Linux."""
+_RUNTIMES = ("libgomp", "libiomp5", "libomp")  # OpenMP runtimes that torch may bring; all export GOMP_parallel on Linux
 
 
 def team_size() -> int:

@@ -24,18 +24,14 @@ class TreeMask:
 
     bits: Tensor
     """[B, T, W] int64, 64 * W >= T: bit j % 64 of word j // 64 is set if real entry j is this entry or its ancestor."""
-    num_cached: Tensor
-    """[B] int32: committed tokens, visible to every real entry."""
-    num_entries: Tensor
-    """[B] int32: real entries."""
-    positions: Tensor
-    """[B, T] int64: position of each entry in its sequence (of no meaning for padding)."""
+    num_cached: Tensor  # [B] int32: committed tokens, visible to every real entry
+    num_entries: Tensor  # [B] int32: real entries
+    positions: Tensor  # [B, T] int64: position of each entry in its sequence (of no meaning for padding)
     starts: Tensor | None = None
     """[S + 1] int32 of S packed sequences, which lie one after the other in a single row: B is 1, T their entries
     together, and the other tensors have S values. Sequence s has the entries from `starts[s]` to `starts[s + 1]`, those
     before the last `num_entries[s]` of them are padding. None: a sequence has a row."""
-    slots: Tensor | None = None
-    """[S] int32: the slot of each packed sequence, whose block table it has."""
+    slots: Tensor | None = None  # [S] int32: the slot of each packed sequence, whose block table it has
 
     def visible(self, num_kv: int) -> Tensor:
         """The dense mask [B, T, KV] bool; padding entries see nothing. Raises TypeError for packed sequences."""

@@ -30,17 +30,13 @@ class Reads(Enum):
 class Backend:
     """A tree-attention backend."""
 
-    choice: str
-    """The value of `attention`."""
+    choice: str  # the value of `attention`
     supports: Callable[[PreTrainedModel], str | None]
     """Returns the reason why it does not support a model on its device; None if it does."""
-    plain: str
-    """The name of the implementation in the registries of transformers."""
-    exact: str
-    """The same in exact mode."""
+    plain: str  # the name of the implementation in the registries of transformers
+    exact: str  # the same in exact mode
     reads: Reads = Reads.MASKS
-    preferred_on: str | None = None
-    """The device type for which "auto" selects it; None: any."""
+    preferred_on: str | None = None  # the device type for which "auto" selects it; None: any
 
     def name(self, exact: bool) -> str:
         """The name of the implementation for a mode."""

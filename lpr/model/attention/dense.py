@@ -19,8 +19,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from lpr.model.attention import in_order
 from lpr.model.step_inputs import Block, StepInputs, current_step
 
-TREE_ATTENTION = "lpr_tree"
-"""Name of the attention implementation, for models that dispatch through AttentionInterface."""
+TREE_ATTENTION = "lpr_tree"  # name of the attention implementation, for models that dispatch through AttentionInterface
 TREE_MASK_ONLY = "lpr_tree_mask"
 """Name for models with their own attention code, which take an additive mask from the mask registry."""
 
@@ -87,10 +86,8 @@ class Scoring(NamedTuple):
     """The modifications of attention scores besides the mask."""
 
     scale: float
-    softcap: float | None = None
-    """Bounds scores by `softcap * tanh(score / softcap)` (Gemma 2)."""
-    sinks: Tensor | None = None
-    """[Hq]: attention-sink logits, part of the softmax without a value (GPT-OSS)."""
+    softcap: float | None = None  # bounds scores by `softcap * tanh(score / softcap)` (Gemma 2)
+    sinks: Tensor | None = None  # [Hq]: attention-sink logits, part of the softmax without a value (GPT-OSS)
 
     @classmethod
     def of(

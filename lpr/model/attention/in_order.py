@@ -21,10 +21,8 @@ from lpr.model.threads import share_out
 class Paths:
     """Per entry of a sequence, the visible cache rows in the order of positions."""
 
-    rows: np.ndarray
-    """int32: the cache rows of all entries, concatenated."""
-    starts: np.ndarray
-    """int32 [T + 1]: offset of each entry's rows in `rows`."""
+    rows: np.ndarray  # int32: the cache rows of all entries, concatenated
+    starts: np.ndarray  # int32 [T + 1]: offset of each entry's rows in `rows`
 
 
 def find_paths(mask: Tensor) -> Paths:

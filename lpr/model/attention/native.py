@@ -19,8 +19,7 @@ from lpr.model.attention.layer_rules import LayerRule, kernel_mask
 from lpr.model.step_inputs import current_step
 from lpr.model.threads import has_team
 
-NATIVE, NATIVE_EXACT = "lpr_tree_native", "lpr_tree_native_exact"
-"""Names of the implementations."""
+NATIVE, NATIVE_EXACT = "lpr_tree_native", "lpr_tree_native_exact"  # names of the implementations
 DTYPES = (torch.float32, torch.bfloat16)
 
 

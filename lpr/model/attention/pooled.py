@@ -53,18 +53,14 @@ class Pools:
             is_pool[index, : row.num_cached // size], is_pool[index, mine] = True, True
         device = step.tokens.device
         self.windows = to_device(windows, device)
-        self.entries = to_device(entries, device)
-        """[B, C] int64: the entry that closes each pool; `length` for none."""
+        self.entries = to_device(entries, device)  # [B, C] int64: the entry that closes each pool; `length` for none
         self.ends = to_device(np.where(is_pool, ends, 0), device)
         """[B, M] int64: the cache row of the last token of each."""
-        self.numbers = to_device(np.where(is_pool, numbers, 0), device)
-        """[B, M] int64: index of each pool on its path."""
+        self.numbers = to_device(np.where(is_pool, numbers, 0), device)  # [B, M] int64: index of each pool on its path
         self.starts = self.numbers[:, committed:] * size
-        self.visible = visible_nodes(block, causal_mask_function)[:, 0].expand(batch, length, -1)
-        """[B, T, KV] bool."""
+        self.visible = visible_nodes(block, causal_mask_function)[:, 0].expand(batch, length, -1)  # [B, T, KV] bool
         seen = self.visible.gather(2, self.ends[:, None].expand(-1, length, -1))
-        self.seen = seen & to_device(is_pool, device)[:, None]
-        """[B, T, M] bool: the entry sees the pool."""
+        self.seen = seen & to_device(is_pool, device)[:, None]  # [B, T, M] bool: the entry sees the pool
         self._key_numbers = (block.kv_positions // size).expand(batch, -1)
         self._whole = (block.positions + 1) // size
 

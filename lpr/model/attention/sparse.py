@@ -25,8 +25,7 @@ SPARSE_ATTENTION = "lpr_tree_sparse"
 """Name of the attention implementation for models that select tokens; some add a bias for merged tokens to the mask."""
 SELECTING_LAYERS = {"indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse"}
 """Kinds in `config.layer_types` that attend to selected tokens; the second is the first in transformers 5.17."""
-MERGING_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
-"""Kinds that attend to merged tokens."""
+MERGING_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}  # kinds that attend to merged tokens
 _SELECTION_SIZES = ("index_topk", "topk_blocks", "block_topk")
 """Attributes of indexers: the number of tokens, or blocks of tokens, that a query attends to."""
 

@@ -15,8 +15,7 @@ from lpr.model.attention.layer_rules import LayerRule, kernel_mask
 from lpr.model.step_inputs import current_step
 from lpr.model.tree_mask import find_paths
 
-TRITON, TRITON_EXACT = "lpr_tree_triton", "lpr_tree_triton_exact"
-"""Names of the implementations."""
+TRITON, TRITON_EXACT = "lpr_tree_triton", "lpr_tree_triton_exact"  # names of the implementations
 _MODULES = {TRITON: "lpr.model.kernels.attention_kernel", TRITON_EXACT: "lpr.model.kernels.exact_kernel"}
 _versions: dict[str, Any] = {}
 

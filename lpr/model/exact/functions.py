@@ -18,12 +18,9 @@ from torch.overrides import TorchFunctionMode
 from lpr.model.rewrite.base import Setting, Stage, WrappedForward
 from lpr.model.step_inputs import current_step
 
-VECTOR = 64
-"""Most values that an elementwise operator processes at once: two AVX-512 vectors in half precision."""
-MOST = (1 << 15) - VECTOR
-"""Most values that PyTorch processes in one thread."""
-NARROW = 15
-"""Most outputs for which a library uses matrix-vector products, in which a row's bits depend on its place."""
+VECTOR = 64  # most values that an elementwise operator processes at once: two AVX-512 vectors in half precision
+MOST = (1 << 15) - VECTOR  # most values that PyTorch processes in one thread
+NARROW = 15  # most outputs for which a library uses matrix-vector products, in which a row's bits depend on its place
 ELEMENTWISE = {
     F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, torch.sigmoid, Tensor.sigmoid, torch.rsqrt, Tensor.rsqrt,
     torch.exp2, Tensor.exp2, torch.log1p, Tensor.log1p,
@@ -32,8 +29,7 @@ ELEMENTWISE = {
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm}
 _SUMS = {torch.einsum, torch.baddbmm, F.conv1d}
 _linear = F.linear
-Size = tuple[int, int, torch.dtype]
-"""Inputs, outputs and dtype of a product."""
+Size = tuple[int, int, torch.dtype]  # inputs, outputs and dtype of a product
 
 
 class InexactError(ValueError):

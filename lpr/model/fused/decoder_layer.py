@@ -53,8 +53,7 @@ class DecoderLayer:
     qkv: Pack
     out: Pack
     multiplier: float  # factor of attention's and MLP's outputs in the residual
-    whole: Any = field(init=False)
-    """The same layer as one call (native.DecoderLayer); None if a part of it is unknown."""
+    whole: Any = field(init=False)  # the same layer as one call (native.DecoderLayer); None if a part of it is unknown
     run: Run | None = field(init=False)
     """The layers computed when this one is called; None if there is no such call, or an earlier layer has it."""
     follows: bool = field(init=False, default=False)  # True if the layer is in the run of an earlier one

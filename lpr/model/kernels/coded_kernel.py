@@ -16,10 +16,8 @@ from lpr.model.low_bit.coded import Coding
 MOST_ROWS = 64
 """Most rows: with more, a product is compute-bound, and a library product with a dequantised weight is faster."""
 _KINDS = {"int8": INT8, "fp8": FP8, "int4": INT4, "fp4": FP4}
-_OUTPUTS = 32
-"""Outputs per program: few, so that a small weight also occupies all multiprocessors."""
-_LEAST_INPUTS = 16
-"""Inputs that a tensor core multiplies at a time."""
+_OUTPUTS = 32  # outputs per program: few, so that a small weight also occupies all multiprocessors
+_LEAST_INPUTS = 16  # inputs that a tensor core multiplies at a time
 
 
 def block_of(coding: Coding) -> int:

@@ -31,10 +31,8 @@ from lpr.model.step_inputs import Row, StepInputs, current_step
 from lpr.model.threads import team_size
 from lpr.model.transfer import to_device
 
-_ALONE = 4
-"""Most rows whose additions run on the calling thread alone."""
-_LANES = 16
-"""Ranks and outputs are padded to a multiple of this for C++."""
+_ALONE = 4  # most rows whose additions run on the calling thread alone
+_LANES = 16  # ranks and outputs are padded to a multiple of this for C++
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,7 @@ class RowAdapters:
     """The adapter of each entry of a step."""
 
     bank: Bank
-    places: Tensor
-    """Int32 [R * N]: the number of the adapter in the bank, -1 for none."""
+    places: Tensor  # int32 [R * N]: the number of the adapter in the bank, -1 for none
     masks: dict[int, Tensor] = field(default_factory=dict)
     """By the id of a site's `owners`: the mask of LoRA ranks that each entry keeps."""
 
@@ -53,8 +50,7 @@ class SlotAdapters:
     """The adapter of the request in each slot."""
 
     bank: Bank
-    places: Mapping[int, int]
-    """By slot, the adapter's number in the bank; slots without one are absent."""
+    places: Mapping[int, int]  # by slot, the adapter's number in the bank; slots without one are absent
 
     def of_step(self, inputs: StepInputs) -> RowAdapters | None:
         """The adapters of a step's entries; None if no row has one."""
@@ -139,8 +135,7 @@ class Site:
 class _Native:
     """Pairs as native.add_low_rank reads them."""
 
-    starts: np.ndarray
-    """Int64 [places + 1]."""
+    starts: np.ndarray  # int64 [places + 1]
     pairs: np.ndarray
     """Int64 [pairs, 5]: first output, number of outputs, LoRA rank, and the addresses of the two matrices."""
 
@@ -169,10 +164,8 @@ class _Native:
 class _Stacked:
     """The pairs of all adapters as one product."""
 
-    down: Tensor
-    """[sum of LoRA ranks, inputs], grouped by part of the outputs."""
-    owners: Tensor
-    """Int32 [sum of LoRA ranks]: the number of the adapter that each rank belongs to."""
+    down: Tensor  # [sum of LoRA ranks, inputs], grouped by part of the outputs
+    owners: Tensor  # int32 [sum of LoRA ranks]: the number of the adapter that each rank belongs to
     ups: list[tuple[int, int, Tensor]]
     """Per part of the outputs: first output, first LoRA rank, and the matrix [outputs, ranks]."""
 
@@ -211,12 +204,10 @@ class Bank:
         is_known = self.dtype in (torch.float32, torch.bfloat16)
         self.is_native = self.device.type == "cpu" and is_known and native.add_low_rank is not None
         """True if rows are computed separately in C++."""
-        self.everywhere: int | None = None
-        """Outside of a step: the adapter of all rows; None without."""
+        self.everywhere: int | None = None  # outside of a step: the adapter of all rows; None without
         self.sums: list[tuple[Site, Tensor, Tensor, Tensor]] | None = None
         """For the check of an adapter: per site of a step, the product before and after `add`, and the states."""
-        self.places: dict[str, int] = {}
-        """By digest, the adapter's number."""
+        self.places: dict[str, int] = {}  # by digest, the adapter's number
         self._sites: dict[tuple[int, str], Site] = {}
         self._owners: dict[tuple[int, ...], Tensor] = {}
 

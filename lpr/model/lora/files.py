@@ -84,10 +84,8 @@ class Config(msgspec.Struct):
 class Pair:
     """A low-rank pair that adds `up @ down @ x` to a product; `up` includes the scaling."""
 
-    down: Tensor
-    """[rank, inputs]."""
-    up: Tensor
-    """[outputs, rank]."""
+    down: Tensor  # [rank, inputs]
+    up: Tensor  # [outputs, rank]
 
 
 @dataclass(frozen=True)
@@ -96,10 +94,8 @@ class LoraFiles:
 
     path: Path
     config: Config
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    """By module name: A [rank, inputs] and B [outputs, rank]."""
-    digest: str
-    """128 bits of config and weights in hexadecimal: adapters with one digest are the same."""
+    tensors: Mapping[str, Mapping[str, Tensor]]  # by module name: A [rank, inputs] and B [outputs, rank]
+    digest: str  # 128 bits of config and weights in hexadecimal: adapters with one digest are the same
 
     def pairs(self, model: Any, tp: int = 1) -> dict[str, Pair]:
         """By name of a module of `model`, its pair, unsplit and in float32; raises InputError.

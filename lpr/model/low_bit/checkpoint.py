@@ -44,8 +44,7 @@ class Share:
     rank: int
     size: int
     group: Any
-    whole: frozenset[str]
-    """Modules of a plan that every rank reads whole, though it divides them."""
+    whole: frozenset[str]  # modules of a plan that every rank reads whole, though it divides them
 
 
 class Reading:

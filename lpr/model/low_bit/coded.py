@@ -23,8 +23,7 @@ VALUES: dict[Kind, tuple[float, ...]] = {
     "fp4": (*FP4, *(-each for each in FP4)),
 }
 """The values of the codes 0 to 15. Those of int8 and fp8 (e4m3) are torch's own."""
-_TOGETHER = 8
-"""Inputs to a multiple of which a row is filled up."""
+_TOGETHER = 8  # inputs to a multiple of which a row is filled up
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,8 @@ class Coding:
 
     kind: Kind
     num_inputs: int
-    group: int
-    """Inputs that share a scale."""
-    has_zero: bool = False
-    """True if each group has a zero point, too."""
+    group: int  # inputs that share a scale
+    has_zero: bool = False  # True if each group has a zero point, too
 
     @property
     def num_groups(self) -> int:

@@ -32,11 +32,9 @@ class LowBitCopy(nn.Module):
 
     def __init__(self, model: Any, form: Form, num_bytes: int) -> None:
         super().__init__()
-        self.model = model
-        """The copy as a model of the original's class."""
+        self.model = model  # the copy as a model of the original's class
         self.form = form
-        self.num_bytes = num_bytes
-        """Bytes of memory that the model itself does not have."""
+        self.num_bytes = num_bytes  # bytes of memory that the model itself does not have
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)

@@ -27,10 +27,8 @@ from lpr.model.threads import team_size
 
 LEAST_PANELS = 512
 """Panels of the output head of which a pass reads all: where there are more, the head is a good part of a pass."""
-LONGEST = 16
-"""Most tokens of a draft."""
-REMEMBERED = 8192
-"""Tokens of the other half during which the panel of one of them is read."""
+LONGEST = 16  # most tokens of a draft
+REMEMBERED = 8192  # tokens of the other half during which the panel of one of them is read
 
 
 PassRules = tuple[list[float], list[float], list[float], list[float], float, int]
@@ -50,8 +48,7 @@ class LikelyTokens:
     def __init__(self, num_tokens: int) -> None:
         num_panels = -(-num_tokens // PANEL)
         self.all: np.ndarray = np.arange(num_panels, dtype=np.int32)
-        self.panels: np.ndarray = self.all
-        """int32, ascending."""
+        self.panels: np.ndarray = self.all  # int32, ascending
         self._num_always = num_panels // 2 if num_panels > LEAST_PANELS else num_panels
         self._latest = np.full(num_panels, -REMEMBERED)
         self._num_seen = 0
@@ -78,14 +75,12 @@ class LikelyTokens:
 class Direct:
     """Embeddings, decoder layers that one call computes, the last norm and the head."""
 
-    model: nn.Module
-    """Keeps the weights of all layers alive; `run` has only their addresses."""
+    model: nn.Module  # keeps the weights of all layers alive; `run` has only their addresses
     run: Run
     embeddings: Tensor
     norm: Norm
     head: Int8Tiles | Int4Tiles
-    bias: Tensor | None
-    """Of the head."""
+    bias: Tensor | None  # of the head
     rotary: nn.Module
     rule: LayerRule
     likely: LikelyTokens

@@ -22,8 +22,7 @@ from lpr.model.low_bit.coded import Coding, Kind, as_bytes
 
 PACKAGES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes"}
 """Methods that transformers loads by a package: models whose weights alone are rounded work."""
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word of AWQ the outputs 0 to 7 of eight lie."""
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of AWQ the outputs 0 to 7 of eight lie
 Tensors = Mapping[str, Tensor]
 
 
@@ -32,8 +31,7 @@ class Coded:
     """A weight that has been read."""
 
     coding: Coding
-    rows: Tensor
-    """uint8 [..., outputs, row_bytes]."""
+    rows: Tensor  # uint8 [..., outputs, row_bytes]
     order: Tensor | None = None
     """The input that each column is multiplied by, where groups are not of inputs in their order."""
 
@@ -42,10 +40,8 @@ class Format(ABC):
     """A `quantization_config` that is known."""
 
     method: str
-    names: tuple[str, ...]
-    """Endings of the names of a weight's tensors; what they begin with is the module's name."""
-    target = "weight"
-    """The parameter that they make."""
+    names: tuple[str, ...]  # endings of the names of a weight's tensors; what they begin with is the module's name
+    target = "weight"  # the parameter that they make
     skipped: tuple[str, ...] | None = None
     """Patterns of the names of modules whose weights are not low-bit; None: the output head."""
 

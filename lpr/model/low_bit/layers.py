@@ -38,8 +38,7 @@ class CodedLinear(nn.Linear):
 
     coding: Coding
     order: Tensor | None
-    dtype: torch.dtype
-    """Of its products."""
+    dtype: torch.dtype  # of its products
 
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Linear`, by the weight in the dtype of `input`."""

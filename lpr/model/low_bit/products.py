@@ -21,8 +21,7 @@ from lpr.model.rewrite.sharded_layers import ReducedLinear, VocabularyHead
 
 Form = Literal["int8", "int4", "fp8"]
 FORMS: tuple[Form, ...] = get_args(Form)
-_LARGEST = {"int8": 127.0, "fp8": 448.0}
-"""Largest value of a form, which the largest weight of a row becomes."""
+_LARGEST = {"int8": 127.0, "fp8": 448.0}  # largest value of a form, which the largest weight of a row becomes
 
 
 class Rounded:

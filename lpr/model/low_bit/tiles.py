@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lpr.model.cpu.tiles import PANEL, Panels
 
-GROUP = 32
-"""Inputs that share a scale and a minimum in int4."""
+GROUP = 32  # inputs that share a scale and a minimum in int4
 
 
 class Int8Tiles(Panels):

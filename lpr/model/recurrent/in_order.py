@@ -39,10 +39,8 @@ class Walked:
     """The contributions of entries to a state, as their inputs."""
 
     enter: Enter
-    inputs: list[Tensor]
-    """[B, n, ...]"""
-    last: Tensor
-    """The states after the last entries."""
+    inputs: list[Tensor]  # [B, n, ...]
+    last: Tensor  # the states after the last entries
 
     def after(self, state: Tensor, path: Path | None = None) -> Tensor:
         """The states after a path."""

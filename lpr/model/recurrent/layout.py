@@ -15,11 +15,9 @@ from lpr.model.recurrent.tree import Path, Tree
 from lpr.model.step_inputs import Row, StepInputs
 from lpr.model.transfer import to_device
 
-SHORT = 32
-"""Most entries of a chain above a tree that is scanned as part of the tree. A longer chain is scanned first."""
+SHORT = 32  # most entries of a chain above a tree that is scanned as part of the tree. A longer chain is scanned first.
 
-Site = tuple[str, int, int]
-"""A convolution or a scan: its kind, its layer, and its number in the layer."""
+Site = tuple[str, int, int]  # A convolution or a scan: its kind, its layer, and its number in the layer
 
 
 @dataclass
@@ -27,10 +25,8 @@ class Layout:
     """B rows with T entries each, padded on the left: first chains of `split` entries, then trees below them."""
 
     rows: Sequence[Row]
-    start: int
-    """Place of the first entry among the N of the step's inputs."""
-    width: int
-    """T."""
+    start: int  # place of the first entry among the N of the step's inputs
+    width: int  # T
     device: torch.device
     kept: dict[Site, tuple[Tensor, Written | None]] = field(default_factory=dict)
     """Per site, the states after the chains, and the contributions of the trees."""

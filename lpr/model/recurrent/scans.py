@@ -23,8 +23,7 @@ from torch import Tensor
 from lpr.model.recurrent.in_order import Enter, enter_linear
 from lpr.model.recurrent.tree import Path, Tree
 
-PIECE = 64
-"""Entries of a chain that are evaluated at once."""
+PIECE = 64  # entries of a chain that are evaluated at once
 MOST_VALUES = 1 << 20
 """Most values (4 MiB) of a temporary with decays per channel or states of entries; more only if one entry's decays to
 all others, or one channel's states, exceed it."""
@@ -47,10 +46,8 @@ class Rule:
     """A scan, and the inputs that padding zeroes."""
 
     scan: Scan
-    padding: tuple[int, ...]
-    """Indices of the inputs that are set to 0 for padding."""
-    enter: Enter
-    """The scan of one entry, for exact mode."""
+    padding: tuple[int, ...]  # indices of the inputs that are set to 0 for padding
+    enter: Enter  # the scan of one entry, for exact mode
 
 
 def run_chain(rule: Rule, inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,8 +106,7 @@ def gather_entries(values: Tensor, index: Tensor) -> Tensor:
 class Convolved:
     """The inputs of a convolution over a tree."""
 
-    x: Tensor
-    """[B, C, n]"""
+    x: Tensor  # [B, C, n]
     tree: Tree
 
     def after(self, state: Tensor, path: Path | None = None) -> Tensor:
@@ -131,12 +127,9 @@ class Convolved:
 class Outer:
     """Products of keys and values with decay."""
 
-    keys: Tensor
-    """[B, H, n, K]"""
-    values: Tensor
-    """[B, H, n, V]"""
-    decay: Tensor
-    """[B, H, n, 1 or K]: logarithms, summed along the path of each entry."""
+    keys: Tensor  # [B, H, n, K]
+    values: Tensor  # [B, H, n, V]
+    decay: Tensor  # [B, H, n, 1 or K]: logarithms, summed along the path of each entry
 
     def after(self, state: Tensor, path: Path | None = None) -> Tensor:
         """The state [B, H, K, V] after a path."""

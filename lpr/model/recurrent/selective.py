@@ -20,10 +20,8 @@ class Selective:
     mamba_selective_scan of transformers.
     """
 
-    rates: Tensor
-    """A [C, K], negative."""
-    padding = (1,)
-    """As Rule.padding."""
+    rates: Tensor  # A [C, K], negative
+    padding = (1,)  # as Rule.padding
 
     def scan(self, inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Tensor, Steps]:
         """As Scan, with a state [B, C, K] and outputs [B, n, C]; some channels at a time (MOST_VALUES)."""
@@ -61,8 +59,7 @@ class Steps:
 
     rule: Selective
     inputs: list[Tensor]
-    last: Tensor
-    """The state after the last entry."""
+    last: Tensor  # the state after the last entry
 
     def after(self, state: Tensor, path: Path | None = None) -> Tensor:
         """The state [B, C, K] after a path."""

@@ -52,22 +52,14 @@ def share(parts: Parts, tp: int) -> int:
 class SplitLayer:
     """How one layer is split by heads."""
 
-    units: int
-    """Number of heads to divide; in a delta net the key heads, each with its value heads."""
-    groups: int
-    """Groups of heads that share B and C; 0 without any."""
-    heads: Parts
-    """Parts of the scan's states."""
-    channels: Parts
-    """Parts of the convolution's states."""
-    sizes: Mapping[str, Parts]
-    """By name, the layer's size attributes that become those of a rank."""
-    styles: Mapping[str, str]
-    """By name in the layer, the style of transformers' plan."""
-    has_other_norm: bool = False
-    """True if its gated norm is not Mamba 2's, the only one that supports a shared group."""
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """By name in the layer, the cuts of parameters and buffers."""
+    units: int  # number of heads to divide; in a delta net the key heads, each with its value heads
+    groups: int  # groups of heads that share B and C; 0 without any
+    heads: Parts  # parts of the scan's states
+    channels: Parts  # parts of the convolution's states
+    sizes: Mapping[str, Parts]  # by name, the layer's size attributes that become those of a rank
+    styles: Mapping[str, str]  # by name in the layer, the style of transformers' plan
+    has_other_norm: bool = False  # True if its gated norm is not Mamba 2's, the only one that supports a shared group
+    cuts: Mapping[str, Cut] = field(default_factory=dict)  # by name in the layer, the cuts of parameters and buffers
 
 
 def split_layers(model: nn.Module) -> dict[str, SplitLayer]:
@@ -176,8 +168,7 @@ class SharedGroupNorm(nn.Module):
     weight: Tensor
     variance_epsilon: float
     group_size: int
-    place: tuple[int, int]
-    """This rank's group, and the number of groups."""
+    place: tuple[int, int]  # this rank's group, and the number of groups
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """As MambaRMSNormGated.forward over the whole group."""

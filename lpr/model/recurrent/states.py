@@ -33,17 +33,13 @@ class States:
     def __init__(self, num_places: int) -> None:
         """States for `num_places` slots and snapshots; the first forward determines the shapes and allocates."""
         self.num_places = num_places
-        self._tensors: dict[Site, Tensor] = {}
-        """Per site [places, ...]."""
+        self._tensors: dict[Site, Tensor] = {}  # per site [places, ...]
         self._step: StepInputs | None = None
         self._layouts: list[Layout] = []
         self._layer = 0
-        self._convolution: Site | None = None
-        """The convolution announced by `begin_convolution` and not computed yet."""
-        self._counts: dict[int, int] = {}
-        """Per layer, its scans so far in this step."""
-        self.kernels: KernelStep | None = None
-        """The step for the kernels, if they evaluate it."""
+        self._convolution: Site | None = None  # the convolution announced by `begin_convolution` and not computed yet
+        self._counts: dict[int, int] = {}  # per layer, its scans so far in this step
+        self.kernels: KernelStep | None = None  # the step for the kernels, if they evaluate it
         self._memory: dict[tuple[Site, str], Tensor] = {}
 
     @property

@@ -16,12 +16,9 @@ from lpr.model.transfer import to_device
 class Path:
     """Entries of each row that become part of its sequence."""
 
-    entries: Tensor
-    """[B, m] int64: their indices, ancestors first; 0 after the last one."""
-    real: Tensor
-    """[B, m] bool."""
-    last: Tensor
-    """[B] int64: index of the last one, -1 if there is none."""
+    entries: Tensor  # [B, m] int64: their indices, ancestors first; 0 after the last one
+    real: Tensor  # [B, m] bool
+    last: Tensor  # [B] int64: index of the last one, -1 if there is none
 
     def of(self, values: Tensor, dim: int) -> Tensor:
         """`values` along the path: dimension `dim` becomes m."""

@@ -21,8 +21,7 @@ from torch import nn
 
 class Stage(IntEnum):
     LOAD = 0  # while the model is loaded
-    TREE = 1
-    """For every model that an Adapter takes: in a step they evaluate trees; no effect outside a step."""
+    TREE = 1  # for every model that an Adapter takes: in a step they evaluate trees; no effect outside a step
     FASTER = 2  # for a model without other users: the same results in fewer or faster calls
     EXACT = 3  # when exact mode is prepared
     LATE = 4  # when all ranks have checked the model

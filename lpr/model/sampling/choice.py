@@ -72,8 +72,7 @@ Find = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
 MOST_LIKELY = 32  # most top tokens for which the kernel is used: it scans a block once for each
 TRIED = ((64, 1000), (6, 32_000), (2, 152_064))
 """(Rows, vocabulary size) with which a kernel is tested: one block, and many."""
-ROWS_AT_ONCE = 64
-"""Rows whose log-probabilities are computed together, which bounds the memory of their float32 copies."""
+ROWS_AT_ONCE = 64  # rows whose log-probabilities are computed together, which bounds the memory of their float32 copies
 
 
 def tried_logits(sizes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:

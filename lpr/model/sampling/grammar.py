@@ -81,8 +81,7 @@ def memory_used() -> int:
         return 0
 
 
-_compilers: WeakKeyDictionary[Any, dict[int, Compiler]] = WeakKeyDictionary()
-"""By tokenizer and size of the vocabulary."""
+_compilers: WeakKeyDictionary[Any, dict[int, Compiler]] = WeakKeyDictionary()  # by tokenizer and size of the vocabulary
 
 
 def compiler_of(tokenizer: Any, vocab_size: int) -> Compiler:

@@ -16,8 +16,7 @@ from lpr.model.transfer import to_device
 from lpr.native import selection_words
 
 _MASK64 = 2**64 - 1
-COLDEST = 1e-30
-"""Lower bound of temperatures: at it, scores differ by far more than any noise, and none overflows."""
+COLDEST = 1e-30  # lower bound of temperatures: at it, scores differ by far more than any noise, and none overflows
 
 
 def choice_of(params: SamplingParams) -> Choice:
