@@ -73,7 +73,6 @@ class Adapter:
 
     @property
     def attention(self) -> str:
-        """The attention in use, one of ATTENTION except "auto"."""
         return self.backend.choice
 
     @property
@@ -200,17 +199,14 @@ class Adapter:
     def logits(
         self, rows: Sequence[Row], cache: KVCache, node_bucket: int = 1, kv_bucket: int = 1, packed: bool = False
     ) -> torch.Tensor:
-        """The logits of `forward` over `rows`, laid out as by `inputs`."""
         return self.forward(self.inputs(rows, cache, node_bucket, kv_bucket, packed), cache)
 
 
 def names_of(configs: Sequence[Any]) -> list[Any]:
-    """The attention implementation's name in each config."""
     return [config._attn_implementation_internal for config in configs]
 
 
 def set_names(configs: Sequence[Any], names: Sequence[Any]) -> None:
-    """Set the attention implementation's name in each config."""
     for config, name in zip(configs, names, strict=True):
         config._attn_implementation_internal = name
 

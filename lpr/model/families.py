@@ -60,7 +60,6 @@ def has_experts(config: Any) -> bool:
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The rope parameters of a config and those that it gives for kinds of layers."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 

@@ -46,8 +46,6 @@ def bundled_model() -> str:
 
 @dataclass
 class Loaded:
-    """A model with its tokenizer, limits and prediction head."""
-
     model: PreTrainedModel
     tokenizer: Any | None
     eos_token_ids: frozenset[int]
@@ -243,7 +241,6 @@ def model_digest(model: PreTrainedModel) -> int:
 
 
 def head_digest(head: DraftHead | None) -> int:
-    """64-bit digest of a prediction head's weights; 0 without one."""
     return digest_of("\n".join(_sums(head))) if head is not None else 0
 
 

@@ -41,7 +41,6 @@ def decoder_class(config: PretrainedConfig) -> Any:
 
 
 def is_text(config: PretrainedConfig) -> bool:
-    """True for the config of a model without towers."""
     return config.get_text_config(decoder=True) is config
 
 
@@ -77,12 +76,10 @@ class Absent(nn.Module):
     dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self, name: str) -> None:
-        """A placeholder for the module `name`."""
         super().__init__()
         self.name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises an error: a supported model does not call towers for text."""
         raise InputError(f"text passes through its {self.name}, which a text model does not have")
 
 
@@ -92,7 +89,6 @@ class DroppedTowers(Rewrite):
     name, stage = "no towers", Stage.LOAD
 
     def match(self, model: Any, setting: Setting) -> Iterator[tuple[str, str]]:
-        """As Rewrite.match: a parent, and a child that is left out."""
         kept = {id(model.get_decoder()), id(model.get_output_embeddings())}
 
         def towers(module: nn.Module, path: str) -> Iterator[tuple[str, str]]:

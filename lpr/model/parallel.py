@@ -55,8 +55,6 @@ _QUERIES = re.compile(r"\.(q_proj|q_b_proj|q_gate_proj|kv_b_proj|qkv_proj|query_
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A tensor-parallel group, and the backend that splits the model."""
-
     mesh: DeviceMesh  # one axis, `tp`
     backend: str = "transformers"
 

@@ -97,12 +97,10 @@ class TreeModel:
 
     @property
     def attention(self) -> str:
-        """The attention in use, one of lpr.model.attention.backends.ATTENTION except "auto"."""
         return self.adapter.attention
 
     @property
     def packed(self) -> bool:
-        """True if rows of unequal length are packed without padding."""
         return self.adapter.packed
 
     @property
@@ -157,7 +155,6 @@ class TreeModel:
         self.self_drafter = drafter
 
     def draft(self, endings: Sequence[Ending]) -> None:
-        """Let the copy draft after `endings`."""
         assert self.self_drafter is not None and self.cache is not None
         began = time.perf_counter()
         self.self_drafter.draft(endings, self.cache)

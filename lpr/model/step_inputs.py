@@ -71,17 +71,14 @@ class Row:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Int32 [n]."""
         return self.entries[0]
 
     @property
     def parents(self) -> np.ndarray:
-        """Int32 [n]."""
         return self.entries[1]
 
     @property
     def positions(self) -> np.ndarray:
-        """Int32 [n]."""
         return self.entries[2]
 
     @property
@@ -179,7 +176,6 @@ class StepInputs:
 
     @property
     def packed(self) -> bool:
-        """True if several blocks share one row."""
         return len(self.blocks) > 1
 
     def results(self, logits: torch.Tensor) -> torch.Tensor:

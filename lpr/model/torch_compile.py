@@ -49,7 +49,6 @@ class CompiledForward:
         carry_out(self._rewrite, adapter.model, Setting(adapter.device))
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
-        """As Adapter.forward, compiled; after a failure always uncompiled."""
         try:
             with distinct_sizes():
                 return self._adapter.forward(inputs, cache, compiled=True)

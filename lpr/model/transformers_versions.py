@@ -29,7 +29,6 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
 
 
 def passed(cache: Cache | None, module: torch.nn.Module) -> dict[str, Cache | None]:
-    """`cache` as the keyword argument that the forward of `module` takes it by."""
     name = cache_argument(type(module).forward)
     if name is None:
         raise TypeError(f"the forward of {type(module).__name__} takes no cache")

@@ -27,14 +27,11 @@ _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.in
 
 
 class Watch:
-    """The recorded state of a model."""
-
     def __init__(self, runner: TreeModel) -> None:
         self._runner = runner
         self.note()
 
     def note(self) -> None:
-        """Record the model's present state."""
         modules = list(self._runner.model.modules())
         self._modules = [(each, _parts(each), _hooks(each)) for each in modules]
         held = [(table, name, found) for each in modules for table, name, found in _weights(each)]
@@ -128,7 +125,6 @@ def _is_lpr(function: Any) -> bool:
 
 
 def _hooks(module: nn.Module) -> tuple[int, ...]:
-    """The ids of a module's hooks."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     if not before and not after:
         return ()

@@ -28,8 +28,6 @@ class Reads(Enum):
 
 @dataclass(frozen=True)
 class Backend:
-    """A tree-attention backend."""
-
     choice: str  # the value of `attention`
     supports: Callable[[PreTrainedModel], str | None]
     """Returns the reason why it does not support a model on its device; None if it does."""
@@ -39,11 +37,9 @@ class Backend:
     preferred_on: str | None = None  # the device type for which "auto" selects it; None: any
 
     def name(self, exact: bool) -> str:
-        """The name of the implementation for a mode."""
         return self.exact if exact else self.plain
 
     def set(self, model: PreTrainedModel, exact: bool) -> None:
-        """Set it as the attention of `model`."""
         if self.reads is Reads.BITS:
             load_kernel(self.name(exact))
         if self.plain != TREE_MASK_ONLY:

@@ -66,7 +66,6 @@ class Pools:
 
     @classmethod
     def of(cls, step: StepInputs, size: int, reach: int) -> Pools:
-        """The pools of a step, computed once for all layers."""
         made: Pools = step.once(("pools", size, reach), lambda: cls(step, size, reach))
         return made
 
@@ -211,8 +210,6 @@ def _select_compressed(
 
 
 class PooledKeys(WrappedForward):
-    """Pools follow the paths of a tree."""
-
     name = "pools along paths"
 
     def find(self, module: Any, setting: Setting) -> Callable[..., Any] | None:

@@ -38,7 +38,6 @@ def refusal(config: Any) -> str | None:
 
 
 def selects(config: Any) -> bool:
-    """True if some layers attend to selected tokens."""
     return bool((SELECTING_LAYERS | MERGING_LAYERS).intersection(getattr(config, "layer_types", None) or ()))
 
 
@@ -130,7 +129,6 @@ class FirstOfEqual(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As of TorchFunctionMode."""
         if func is torch.Tensor.topk:
             return first_of_equal(*args)
         return func(*args, **(kwargs or {}))

@@ -36,8 +36,6 @@ class LaidOut(Pack):
 
 
 class Prepacked(LaidOut):
-    """The weights of `nn.Linear`, as they are."""
-
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
         """Lay out `weight` [sum of sizes, inputs] with `bias` [sum of sizes]."""
         packed = weight if weight.is_meta else Tiles(weight)
@@ -79,7 +77,6 @@ class PrepackedProducts(Rewrite):
                     yield name, members
 
     def apply(self, module: nn.Module, found: list[Any]) -> None:
-        """Prepack the weights of some members as one pack, and free the originals."""
         bias = joined([each.bias.data for each in found]) if found[0].bias is not None else None
         pack = Prepacked(joined([each.weight.data for each in found]), bias, [each.out_features for each in found])
         for member in found:

@@ -79,7 +79,6 @@ class Tiles(Panels):
         self._panels = self._panels.view(whole.dtype).unflatten(2, (PANEL, 4 // weight.itemsize))
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """A copy of the weight [outputs, inputs]."""
         whole = self._panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_outputs, : self.num_inputs]
         return whole.to(dtype).contiguous()
 

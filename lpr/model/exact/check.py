@@ -200,5 +200,4 @@ class PinnedProducts(Rewrite):
 
 
 def _multiplier(module: nn.Module) -> tuple[Any, str]:
-    """The object and the name of its method that multiplies for `module`."""
     return (module.pack, "multiply") if isinstance(module, PrepackedLinear) else (module, "forward")

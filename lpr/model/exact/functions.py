@@ -43,7 +43,6 @@ class FixedFunctions(TorchFunctionMode):
     """
 
     def __init__(self, sizes: set[Size]) -> None:
-        """`sizes` are the tested product sizes."""
         super().__init__()
         self.sizes = sizes
 

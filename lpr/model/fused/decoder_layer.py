@@ -155,7 +155,6 @@ Places = tuple[list[int], tuple[int, int], list[int], tuple[int, int]]
 
 
 def _places(sides: Sequence[tuple[Tensor, Tensor]]) -> Places:
-    """The Places of `sides`, keys and values [rows, H, D] by layer."""
     addresses = [[each.data_ptr() for each in side] for side in zip(*sides, strict=True)]
     (key_row, key_head, _), (value_row, value_head, _) = (each.stride() for each in sides[0])
     return addresses[0], (key_head, key_row), addresses[1], (value_head, value_row)

@@ -98,8 +98,6 @@ def pack_of(*members: Any, device: str | None = None) -> Pack | None:
 
 
 class Fused(NewForward):
-    """Base of rewrites to fused forwards, if this machine supports them."""
-
     def why_not(self, model: nn.Module, setting: Setting) -> str | None:
         if is_available(setting.device):
             return None

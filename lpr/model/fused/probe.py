@@ -48,7 +48,6 @@ class StandIn(nn.Module):
         return self.compute(states)
 
     def got(self, expected: Tensor) -> bool:
-        """True if it was called once, with `expected`."""
         return len(self.given) == 1 and _same(self.given[0], expected)
 
 

@@ -85,8 +85,6 @@ def check(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 class Rules(NamedTuple):
-    """Mask and score rules besides the tree."""
-
     sinks: Tensor | None = None  # [Hq]: attention-sink logits, part of the softmax without a value (GPT-OSS)
     window: int | None = None  # keeps the keys of the last `window` positions (Mistral)
     chunk: int | None = None  # keeps the keys of the query's own chunk of positions (Llama 4)
@@ -111,7 +109,6 @@ class Pages(NamedTuple):
 
     @classmethod
     def none(cls, key: Tensor, mask: TreeMask) -> Pages:
-        """K and V are [B, Hk, KV, D(v)] themselves."""
         return cls(mask.num_cached[None], 0, key.shape[2])
 
     def strides(self, states: Tensor) -> tuple[int, int, int]:

@@ -46,8 +46,6 @@ Sizes = dict[str, int]  # constants of a launch
 
 @dataclass(frozen=True)
 class Places:
-    """The entries of B rows of a step, T each, and the places of their states."""
-
     mask: TreeMask
     slots: Tensor  # [B] int32: the rows' places in the tensors of states
     trunk: Tensor  # [B] int32: leading blocks of BLOCK_M entries that are a chain, and ancestors of all later entries
@@ -57,7 +55,6 @@ class Places:
 
     @property
     def lengths(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Computed tokens, entries, slots."""
         return self.mask.num_cached, self.mask.num_entries, self.slots
 
 
@@ -75,8 +72,6 @@ def place(mask: TreeMask, slots: Tensor, trunk: Tensor | None = None, num_kept: 
 
 
 class Options(NamedTuple):
-    """Options of a linear-attention rule."""
-
     solve: bool = False
     """True for the delta rule: an entry writes the difference of its value to the state's prediction."""
     norm: bool = False  # True if queries and keys are normalised to length 1

@@ -37,8 +37,6 @@ _LANES = 16  # ranks and outputs are padded to a multiple of this for C++
 
 @dataclass(frozen=True)
 class RowAdapters:
-    """The adapter of each entry of a step."""
-
     bank: Bank
     places: Tensor  # int32 [R * N]: the number of the adapter in the bank, -1 for none
     masks: dict[int, Tensor] = field(default_factory=dict)
@@ -63,7 +61,6 @@ class SlotAdapters:
         return RowAdapters(self.bank, to_device(places.reshape(-1), inputs.tokens.device))
 
     def read(self, words: Tensor) -> RowAdapters:
-        """As `of_step` for a captured step, from the words that `place` has written."""
         return RowAdapters(self.bank, words.reshape(-1))
 
     def place(self, words: np.ndarray, rows: Sequence[Row]) -> None:
@@ -96,7 +93,6 @@ class Site:
         return self
 
     def build(self) -> None:
-        """Rebuild the layout of the pairs."""
         self._native = self._stacked = None
         if self.parts and self.bank.is_native:
             self._native = _Native.of(self.parts)
@@ -198,7 +194,6 @@ class Bank:
     """The loaded adapters of one model, numbered."""
 
     def __init__(self, model: PreTrainedModel, tp_rank: int = 0, tp_size: int = 1) -> None:
-        """An empty bank; `tp_size` ranks share the weights of `model`."""
         self.model, self._tp = model, (tp_rank, tp_size)
         self.device, self.dtype = model.device, model.dtype
         is_known = self.dtype in (torch.float32, torch.bfloat16)
@@ -232,7 +227,6 @@ class Bank:
         return place
 
     def remove(self, digest: str) -> None:
-        """Unload an adapter."""
         place = self.places.pop(digest)
         self._build([site for site in self._sites.values() if site.parts.pop(place, None) is not None])
 
@@ -254,7 +248,6 @@ class Bank:
             self.everywhere = None
 
     def to_model(self, weight: Tensor) -> Tensor:
-        """A copy on the model's device in its dtype."""
         return weight.to(self.device, self.dtype)
 
     def owners(self, places: tuple[int, ...]) -> Tensor:
@@ -269,7 +262,6 @@ class Bank:
             site.build()
 
     def _part(self, name: str, module: Any, pair: Pair) -> Pair:
-        """This rank's part of a pair."""
         # Not `module.weight`: a prepacked layer would unpack it.
         is_split = any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
         if is_split or type(module).__module__.startswith("deepspeed."):
@@ -315,7 +307,6 @@ def _laid_out(weight: Tensor) -> Tensor:
 
 
 def _adapted(site: Site, multiply: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """The product of `states` plus the adapters' outputs."""
     product, step = multiply(states), current_step()
     if step is not None and step.adapters is not None and step.adapters.bank is site.bank:
         before = product.clone() if site.bank.sums is not None else product

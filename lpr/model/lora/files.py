@@ -38,8 +38,6 @@ _HARMLESS_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 class Config(msgspec.Struct):
-    """The supported fields of adapter_config.json."""
-
     peft_type: str
     r: int = 8
     lora_alpha: float = 8
@@ -71,11 +69,9 @@ class Config(msgspec.Struct):
         return layer in ([chosen] if isinstance(chosen, int) else chosen)
 
     def rank(self, name: str) -> int:
-        """The rank of a module's pair."""
         return int(_by_pattern(self.rank_pattern, name, self.r))
 
     def scaling(self, name: str) -> float:
-        """The scaling factor of a module's pair."""
         rank = self.rank(name)
         return _by_pattern(self.alpha_pattern, name, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 

@@ -27,7 +27,6 @@ def load_lora(runner: TreeModel, files: LoraFiles) -> None:
 
 
 def unload_lora(runner: TreeModel, digest: str) -> None:
-    """Unload an adapter that no request uses."""
     runner.bank.remove(digest)
     runner.forget_adapters()
 

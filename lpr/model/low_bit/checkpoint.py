@@ -39,8 +39,6 @@ class Unreadable(BaseException):
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of a replica."""
-
     rank: int
     size: int
     group: Any
@@ -48,8 +46,6 @@ class Share:
 
 
 class Reading:
-    """The state of one load."""
-
     def __init__(self, form: Format) -> None:
         self.form = form
         self.share: Share | None = None
@@ -125,7 +121,6 @@ class ReadModule(_ReadRows):
     def convert(  # type: ignore[override]  # it takes what it needs by name
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As of transformers: tensors by the patterns of their names."""
         reading = self.hf_quantizer.reading
         module, _, name = full_layer_name.rpartition(".")
         owner = model.get_submodule(module)
@@ -146,7 +141,6 @@ class ReadParts(_ReadRows):
     def convert(  # type: ignore[override]  # it takes what it needs by name
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As of transformers: lists of tensors by the patterns of their names."""
         reading, parts = self.hf_quantizer.reading, dict[str, dict[str, list[Tensor]]]()
         module, _, name = full_layer_name.rpartition(".")
         owner = model.get_submodule(module)
@@ -171,16 +165,12 @@ class ReadParts(_ReadRows):
 
 @register_quantization_config(_METHOD)
 class LowBitConfig(QuantizationConfigMixin):
-    """What transformers takes for the config's quantization_config."""
-
     def __init__(self, reading: Reading, quant_method: str = _METHOD) -> None:
         self.quant_method, self.reading = quant_method, reading  # type: ignore[assignment]
 
 
 @register_quantizer(_METHOD)
 class LowBitQuantizer(HfQuantizer):
-    """Lets `from_pretrained` read a low-bit checkpoint."""
-
     requires_calibration = False
     is_trainable = False
 
@@ -192,7 +182,6 @@ class LowBitQuantizer(HfQuantizer):
         return False
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """True for a parameter that has another shape than the model made it with."""
         return param_name in self.reading.found
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
@@ -295,7 +284,6 @@ def share_reading(config: Any, share: Share) -> None:
 
 
 def reading_of(config: Any) -> Reading | None:
-    """What `begin_reading` has begun."""
     given = getattr(config, "quantization_config", None)
     found: Reading | None = given.get("reading") if isinstance(given, dict) else None
     return found

@@ -28,8 +28,6 @@ _TOGETHER = 8  # inputs to a multiple of which a row is filled up
 
 @dataclass(frozen=True)
 class Coding:
-    """How the rows of a weight are coded."""
-
     kind: Kind
     num_inputs: int
     group: int  # inputs that share a scale
@@ -97,7 +95,6 @@ class Coding:
         return wide.mul_(self._spread(scale)).to(dtype)
 
     def _spread(self, values: Tensor) -> Tensor:
-        """`values` [..., groups] for each input."""
         return values.repeat_interleave(self.group, -1)[..., : self.num_inputs]
 
 

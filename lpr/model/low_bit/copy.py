@@ -114,7 +114,6 @@ def _rounded_experts(module: Any, form: Form) -> CodedExperts:
 
 
 def _can_round(members: Sequence[Any]) -> bool:
-    """True for plain layers of one input."""
     if not all(type(each) in _KINDS and is_plain(each) for each in members):
         return False
     return len({(each.in_features, each.bias is None) for each in members}) == 1

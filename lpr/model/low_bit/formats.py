@@ -28,8 +28,6 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Coded:
-    """A weight that has been read."""
-
     coding: Coding
     rows: Tensor  # uint8 [..., outputs, row_bytes]
     order: Tensor | None = None
@@ -37,8 +35,6 @@ class Coded:
 
 
 class Format(ABC):
-    """A `quantization_config` that is known."""
-
     method: str
     names: tuple[str, ...]  # endings of the names of a weight's tensors; what they begin with is the module's name
     target = "weight"  # the parameter that they make
@@ -322,7 +318,6 @@ def wide_scale(scale: Tensor) -> Tensor:
 
 
 def _check(values: Mapping[str, Any], method: str, **known: Sequence[Any]) -> None:
-    """Raise InputError for a value of another kind."""
     for key, allowed in known.items():
         if (found := values.get(key)) not in allowed:
             names = ", ".join(str(each) for each in allowed if each is not None)

@@ -41,7 +41,6 @@ class CodedLinear(nn.Linear):
     dtype: torch.dtype  # of its products
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `nn.Linear`, by the weight in the dtype of `input`."""
         return self._product(input, self.bias)
 
     def _product(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -55,7 +54,6 @@ class CodedLinear(nn.Linear):
         return F.linear(given, self.coding.to_dense(self.weight, input.dtype), bias)
 
     def dense(self) -> Tensor:
-        """The weight [outputs, inputs], in the order of the inputs."""
         found = self.coding.to_dense(self.weight, self.dtype)
         return found if self.order is None else found[:, self.order.argsort()]
 
@@ -66,7 +64,6 @@ class ReducedCodedLinear(CodedLinear):
     group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        """The whole output [..., outputs] for this rank's part [..., inputs / ranks]."""
         return _summed(self._product(input, None), self.group, self.bias)
 
 
@@ -111,7 +108,6 @@ class CodedTiles(Panels):
         return CodedTiles, (self.coding, self.rows())
 
     def rows(self) -> Tensor:
-        """A copy of the rows that it was made of."""
         coding = self.coding
         size = 4 * coding.num_groups * (1 + coding.has_zero) * PANEL
         panels, words = self._panels[:, :size].contiguous(), self._panels[:, size:].contiguous()
@@ -125,7 +121,6 @@ class CodedTiles(Panels):
         return torch.cat([found, codes], 2).flatten(0, 1)[: self.num_outputs]
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """A copy of the weight [outputs, inputs]."""
         return self.coding.to_dense(self.rows(), dtype)
 
 
@@ -164,8 +159,6 @@ class PackedCodedLinear(PrepackedLinear):
 
 
 class PackedReducedLinear(PackedCodedLinear):
-    """A `ReducedCodedLinear`, likewise; its pack has no bias."""
-
     group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
@@ -282,7 +275,6 @@ class CodedProducts(Rewrite):
     name, stage = "low-bit products", Stage.FASTER
 
     def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, list[Any]]]:
-        """As Rewrite.match: the parent of layers, and those that are laid out together; or the experts alone."""
         for name, module in list(model.named_modules()):
             if isinstance(vars(module).get("forward"), CodedExperts):
                 yield name, []
@@ -317,7 +309,6 @@ def _is_tiled(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _fit(members: Sequence[Any]) -> bool:
-    """True for layers whose weights may be laid out together."""
     if not all(isinstance(each, CodedLinear) for each in members):
         return False
     if has_kernel(members[0].coding, members[0].weight.device):

@@ -49,7 +49,6 @@ class Rounded:
         return sum(each.nbytes for each in vars(self).values() if isinstance(each, Tensor))
 
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """The rounded weight [outputs, inputs]."""
         if self.form != "int4":
             return (self.values.float() * self.scale[:, None]).to(dtype)
         wide = self._groups() * self.scale.float()[:, :, None] + self.low.float()[:, :, None]
@@ -71,8 +70,6 @@ class Rounded:
 
 
 class LowBitPack(LaidOut):
-    """The rounded weights of one or more linear layers of the same input."""
-
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], form: Form) -> None:
         """Round `weight` [sum of sizes, inputs]; `bias` [sum of sizes] stays; the members have `sizes` outputs."""
         rounded = Rounded(weight, form)

@@ -43,7 +43,6 @@ class Walked:
     last: Tensor  # the states after the last entries
 
     def after(self, state: Tensor, path: Path | None = None) -> Tensor:
-        """The states after a path."""
         if path is None:
             return self.last
         found = state.clone()

@@ -13,8 +13,6 @@ from lpr.model.step_inputs import current_step
 
 
 class LayerEmbeddings(WrappedForward):
-    """N-grams and dilated convolutions follow a tree."""
-
     name = "n-grams over trees"
 
     def find(self, module: Any, setting: Setting) -> Callable[..., Tensor] | None:

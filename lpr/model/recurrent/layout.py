@@ -33,7 +33,6 @@ class Layout:
 
     @cached_property
     def pads(self) -> np.ndarray:
-        """Int64 [B]."""
         return np.array([self.width - row.num_entries for row in self.rows])
 
     @cached_property
@@ -53,17 +52,14 @@ class Layout:
 
     @cached_property
     def tree(self) -> Tree:
-        """The entries after the chains."""
         return Tree(np.maximum(self.parents[:, self.split :] - self.split, -1), self.device)
 
     @cached_property
     def chains(self) -> Tree:
-        """The chains, for convolutions."""
         return Tree(self.parents[:, : self.split], self.device)
 
     @cached_property
     def ends(self) -> Path | None:
-        """The chains' ends, for convolutions; None if there is no padding."""
         if self.real is None:
             return None
         last = np.where(self.pads < self.split, self.split - 1, -1)
@@ -79,7 +75,6 @@ class Layout:
 
     @cached_property
     def slots(self) -> slice | Tensor:
-        """The rows' slots, as an index."""
         slots = np.array([row.slot for row in self.rows])
         if (np.diff(slots) == 1).all():
             return slice(int(slots[0]), int(slots[-1]) + 1)

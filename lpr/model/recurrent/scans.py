@@ -104,8 +104,6 @@ def gather_entries(values: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Convolved:
-    """The inputs of a convolution over a tree."""
-
     x: Tensor  # [B, C, n]
     tree: Tree
 
@@ -125,8 +123,6 @@ class Convolved:
 
 @dataclass(frozen=True)
 class Outer:
-    """Products of keys and values with decay."""
-
     keys: Tensor  # [B, H, n, K]
     values: Tensor  # [B, H, n, V]
     decay: Tensor  # [B, H, n, 1 or K]: logarithms, summed along the path of each entry

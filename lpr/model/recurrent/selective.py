@@ -36,7 +36,6 @@ class Selective:
         return torch.cat(outputs, 2), Steps(self, list(inputs), torch.cat(last, 1))
 
     def enter(self, state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """As Enter, with a state [C, K]."""
         x, dt, keys, queries = inputs
         state.mul_((dt[:, None] * self.rates).exp()).add_((dt * x)[:, None] * keys)
         return (state * queries).sum(-1)
@@ -62,7 +61,6 @@ class Steps:
     last: Tensor  # the state after the last entry
 
     def after(self, state: Tensor, path: Path | None = None) -> Tensor:
-        """The state [B, C, K] after a path."""
         if path is None:
             return self.last
         if not path.entries.shape[1]:

@@ -30,7 +30,6 @@ class Cut:
     parts: Parts
 
     def size(self, tp: int) -> int:
-        """Entries that each of `tp` ranks has."""
         return share(self.parts, tp)
 
     def places(self, rank: int, tp: int) -> Tensor:
@@ -50,8 +49,6 @@ def share(parts: Parts, tp: int) -> int:
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """How one layer is split by heads."""
-
     units: int  # number of heads to divide; in a delta net the key heads, each with its value heads
     groups: int  # groups of heads that share B and C; 0 without any
     heads: Parts  # parts of the scan's states
@@ -171,7 +168,6 @@ class SharedGroupNorm(nn.Module):
     place: tuple[int, int]  # this rank's group, and the number of groups
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        """As MambaRMSNormGated.forward over the whole group."""
         dtype, hidden = hidden_states.dtype, hidden_states.float()
         if gate is not None:
             hidden = hidden * F.silu(gate.float())

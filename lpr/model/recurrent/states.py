@@ -44,7 +44,6 @@ class States:
 
     @property
     def is_empty(self) -> bool:
-        """True if no recurrent layer was met in a forward yet."""
         return not self._tensors
 
     @property
@@ -53,17 +52,14 @@ class States:
         return sum(each[0].numel() * each.element_size() for each in self._tensors.values())
 
     def resized(self, num_places: int) -> States:
-        """New states for the same layers, allocated."""
         made = States(num_places)
         made._tensors = {site: each.new_zeros(num_places, *each.shape[1:]) for site, each in self._tensors.items()}
         return made
 
     def of(self, place: int) -> dict[Site, Tensor]:
-        """One place's states."""
         return {site: tensor[place] for site, tensor in self._tensors.items()}
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one place's states to another."""
         for each in self._tensors.values():
             each[target] = each[source]
 
@@ -73,7 +69,6 @@ class States:
         return sorted({kind for kind, *_ in self._tensors})
 
     def clear(self, place: int, kind: str) -> None:
-        """Zero one place's states of one kind."""
         for site, tensor in self._tensors.items():
             if site[0] == kind:
                 tensor[place] = 0
@@ -81,7 +76,6 @@ class States:
     # Called by the model through the cache.
 
     def begin_layer(self, layer: int) -> None:
-        """The model starts a layer."""
         self._layer = layer
 
     def begin_convolution(self, layer: int, index: int) -> None:
@@ -110,7 +104,6 @@ class States:
 
     @property
     def is_exact(self) -> bool:
-        """True if the current step is one of exact mode."""
         return self._step is not None and self._step.gemm_rows is not None
 
     @property
@@ -256,7 +249,6 @@ class StatesInCache:
         self.states.begin_layer(layer_idx)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
-        """Does nothing: a forward writes no state."""
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

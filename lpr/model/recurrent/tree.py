@@ -44,7 +44,6 @@ class Tree:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """B and n."""
         return self.parents.shape[0], self.parents.shape[1]
 
     @cached_property

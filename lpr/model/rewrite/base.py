@@ -80,7 +80,6 @@ class Rewrite(ABC):
         """Called once after all modules are changed."""
 
     def is_done(self, model: nn.Module) -> bool:
-        """True if `model` has been changed before."""
         return self.name in done_to(model)
 
 
@@ -121,8 +120,7 @@ class NewForward(EachModule):
     stage = Stage.FASTER
 
     def match(self, model: nn.Module, setting: Setting) -> Iterator[tuple[str, Any]]:
-        """As Rewrite.match; skips the children of a matched module, which are not called any more."""
-        inside = set[int]()
+        inside = set[int]()  # children of changed modules, which are not called any more
         for name, module in list(model.named_modules()):
             own = vars(module).get("forward")
             if isinstance(getattr(own, "plain", None), OwnForward):

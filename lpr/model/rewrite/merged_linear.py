@@ -52,7 +52,6 @@ class Pack:
                 each.bias.data = bias
 
     def multiply(self, given: torch.Tensor) -> torch.Tensor:
-        """The outputs of all members, one after the other, for an input [..., inputs]."""
         return F.linear(given, self.weight, self.bias)
 
     def part(self, place: int, given: torch.Tensor) -> torch.Tensor:
@@ -73,7 +72,6 @@ class PackedLinear(nn.Linear):
     place: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As `nn.Linear`; uses its own parameters if gradients are enabled."""
         return super().forward(input) if torch.is_grad_enabled() else self.pack.part(self.place, input)
 
 

@@ -104,8 +104,6 @@ def _holds(what: str | type[Rewrite], model: nn.Module, setting: Setting) -> boo
 
 @dataclass(frozen=True)
 class Line:
-    """The outcome of one rewrite."""
-
     name: str
     num_modules: int
     reason: str | None  # None: applied

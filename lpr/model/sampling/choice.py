@@ -124,7 +124,6 @@ def candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `specification.likeliest`, with a kernel on a GPU."""
     find = gpu_likeliest(logits.device) if logits.is_cuda and count <= MOST_LIKELY else specification.likeliest
     return find(logits, count)
 

@@ -81,7 +81,6 @@ def drafts(logits: torch.Tensor, selection: Selection, k: int) -> tuple[torch.Te
 
 
 def _readable(logits: torch.Tensor) -> torch.Tensor:
-    """Logits in a dtype that the extension reads, with contiguous rows."""
     logits = logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()
     return logits if logits.stride(1) == 1 else logits.contiguous()
 

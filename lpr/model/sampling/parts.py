@@ -18,7 +18,6 @@ from lpr.model.sampling.selection import Selection
 
 
 def may_be_in_parts(selection: Selection) -> bool:
-    """True if `selection` can be sampled vocab-parallel."""
     return not (selection.processor_paths or selection.filtered) and selection.num_logprobs is None
 
 

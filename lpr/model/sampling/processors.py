@@ -105,8 +105,6 @@ class OutputPenalty:
 
 
 class Forced:
-    """Forces the output to begin with `ids`."""
-
     def __init__(self, ids: Sequence[int], num_prompt: int) -> None:
         self.ids, self.num_prompt = ids, num_prompt
 
@@ -120,8 +118,6 @@ class Forced:
 
 
 class LogitBias:
-    """Adds a bias to the logits of some tokens."""
-
     def __init__(self, pairs: Sequence[tuple[int, float]], device: torch.device) -> None:
         self.ids = to_device(np.array([token for token, _ in pairs], np.int64), device)
         self.biases = to_device(np.array([bias for _, bias in pairs], np.float32), device)

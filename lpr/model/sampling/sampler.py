@@ -18,7 +18,6 @@ class Sampler:
     """Samples the next tokens of a step; with a `part` of the head, vocab-parallel."""
 
     def __init__(self, part: VocabularyHead | None = None) -> None:
-        """With a `part`, tp ranks sample from their own logits if possible."""
         self.part = part
 
     def in_parts(self, selection: Selection) -> bool:
