@@ -62,7 +62,12 @@ def build_inputs(
     whole = parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], 1)[:, None]
     tokens, positions, write_rows = whole
     length, num_results = max(row.num_cached for row in rows), [row.num_results for row in rows]
-    kept = _logits_to_keep(rows, blocks, device, gemm_rows)
+    kept: int | torch.Tensor
+    if len(blocks) == 1:
+        kept = _num_kept(max(1, *num_results), gemm_rows)
+    else:
+        ends = [block.start + block.positions.shape[1] for block in blocks]
+        kept = _wanted(num_results, ends, gemm_rows, device)
     sizes = blocks, length, num_results, kept
     return StepInputs(tokens, positions, write_rows.reshape(-1), *sizes, gemm_rows=gemm_rows, rows=rows)
 
@@ -146,16 +151,6 @@ def _build_block(
 def _num_kept(num_results: int, gemm_rows: GemmRows | None) -> int:
     """Number of logits rows to compute for `num_results` wanted ones."""
     return num_results if gemm_rows is None else round_up(max(num_results, gemm_rows.fewest), gemm_rows.head_multiple)
-
-
-def _logits_to_keep(
-    rows: Sequence[Row], blocks: Sequence[Block], device: torch.device, gemm_rows: GemmRows | None
-) -> int | torch.Tensor:
-    """The wanted entries (the last ones of each row), after unread ones if exact products need more rows."""
-    if len(blocks) == 1:
-        return _num_kept(max(1, *(row.num_results for row in rows)), gemm_rows)
-    ends = [block.start + block.positions.shape[1] for block in blocks]
-    return _wanted([row.num_results for row in rows], ends, gemm_rows, device)
 
 
 def _wanted(

@@ -61,12 +61,9 @@ class Coding:
 
     def scales(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points [..., outputs, groups] of `rows` [..., outputs, row_bytes]."""
-        parts = [self._floats(rows, place) for place in range(1 + self.has_zero)]
+        size = 4 * self.num_groups * (1 + self.has_zero)
+        parts = rows[..., :size].contiguous().view(torch.float32).split(self.num_groups, -1)
         return parts[0], parts[1] if self.has_zero else None
-
-    def _floats(self, rows: Tensor, place: int) -> Tensor:
-        size = 4 * self.num_groups
-        return rows[..., place * size : (place + 1) * size].contiguous().view(torch.float32)
 
     def codes(self, rows: Tensor) -> Tensor:
         """The codes, uint8 [..., outputs, padded], of `rows`: those of 4 bits are 0 to 15."""

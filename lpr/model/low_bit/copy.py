@@ -67,7 +67,11 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
     num_bytes, head = 0, twin.get_output_embeddings()
     for module in list(twin.modules()):
         if can_round_experts(module):
-            module.forward = experts = _rounded_experts(module, form)
+            weights = {name: module._parameters.pop(name).detach() for name in (_first_of(module), "down_proj")}
+            packs = {
+                name: [LowBitPack(each, None, [len(each)], form) for each in found] for name, found in weights.items()
+            }
+            module.forward = experts = CodedExperts(module, {}, weights["down_proj"].dtype, packs)
             num_bytes += experts.num_bytes
         for members in inputs_of(module):
             if _can_round(members):
@@ -104,13 +108,6 @@ def can_round_experts(module: Any) -> bool:
 
 def _first_of(module: Any) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
-
-
-def _rounded_experts(module: Any, form: Form) -> CodedExperts:
-    """The forward of experts with rounded weights, which are taken from `module`."""
-    weights = {name: module._parameters.pop(name).detach() for name in (_first_of(module), "down_proj")}
-    packs = {name: [LowBitPack(each, None, [len(each)], form) for each in found] for name, found in weights.items()}
-    return CodedExperts(module, {}, weights["down_proj"].dtype, packs)
 
 
 def _can_round(members: Sequence[Any]) -> bool:

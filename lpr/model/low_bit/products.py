@@ -6,7 +6,7 @@ Activations stay as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -51,18 +51,12 @@ class Rounded:
     def to_dense(self, dtype: torch.dtype) -> Tensor:
         if self.form != "int4":
             return (self.values.float() * self.scale[:, None]).to(dtype)
-        wide = self._groups() * self.scale.float()[:, :, None] + self.low.float()[:, :, None]
+        wide = self.groups() * self.scale.float()[:, :, None] + self.low.float()[:, :, None]
         return wide.flatten(1)[:, : self.num_inputs].to(dtype)
 
-    def _groups(self) -> Tensor:
+    def groups(self) -> Tensor:
         """The values of int4, uint8 [outputs, groups, GROUP]."""
         return torch.stack([self.values & 15, self.values >> 4], 2).flatten(1).unflatten(1, (-1, GROUP))
-
-    def in_tiles(self) -> Int8Tiles | Int4Tiles:
-        """The weight, of int8 or int4 on a CPU, laid out for products in C++."""
-        if self.form == "int8":
-            return Int8Tiles(self.values, self.scale)
-        return Int4Tiles(self._groups(), self.scale, self.low, self.num_inputs)
 
     def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs]."""
@@ -72,10 +66,14 @@ class Rounded:
 class LowBitPack(LaidOut):
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], form: Form) -> None:
         """Round `weight` [sum of sizes, inputs]; `bias` [sum of sizes] stays; the members have `sizes` outputs."""
-        rounded = Rounded(weight, form)
-        is_tiled = form != "fp8" and weight.device.type == "cpu" and can_tile(weight.dtype, 2)
-        packed = rounded.in_tiles() if is_tiled else rounded
-        super().__init__(packed, bias.float() if bias is not None and is_tiled else bias, sizes, weight.dtype)
+        packed: Any = Rounded(weight, form)
+        if form != "fp8" and weight.device.type == "cpu" and can_tile(weight.dtype, 2):
+            bias = None if bias is None else bias.float()
+            if form == "int8":
+                packed = Int8Tiles(packed.values, packed.scale)
+            else:
+                packed = Int4Tiles(packed.groups(), packed.scale, packed.low, packed.num_inputs)
+        super().__init__(packed, bias, sizes, weight.dtype)
 
 
 class LowBitLinear(PrepackedLinear):

@@ -102,17 +102,13 @@ def log_probabilities(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
     Returns int32 [n, 1 + 2 count]: the bits of the chosen token's float32 log-probability, ids, and the bits of their
     log-probabilities. Float32 copies are made of ROWS_AT_ONCE rows at a time.
     """
-    pieces = zip(logits.split(ROWS_AT_ONCE), chosen.split(ROWS_AT_ONCE), strict=True)
-    return torch.cat([_log_probabilities(rows, tokens, count) for rows, tokens in pieces])
-
-
-def _log_probabilities(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
-    scores = logits.float()
-    total = scores.logsumexp(-1, keepdim=True)
-    mine = scores.gather(1, chosen.clamp_min(0)[:, None]) - total
-    top, tokens = scores.topk(min(count, scores.shape[1]), dim=-1)
-    parts = [mine.view(torch.int32), tokens.to(torch.int32), (top - total).contiguous().view(torch.int32)]
-    return torch.cat(parts, 1)
+    pieces = []
+    for rows, tokens in zip(logits.split(ROWS_AT_ONCE), chosen.split(ROWS_AT_ONCE), strict=True):
+        top, likely, total = specification.likeliest(rows, count)
+        mine = rows.gather(1, tokens.clamp_min(0)[:, None]).float() - total[:, None]
+        parts = mine, likely.to(torch.int32), (top - total[:, None]).contiguous()
+        pieces.append(torch.cat([each.view(torch.int32) for each in parts], 1))
+    return torch.cat(pieces)
 
 
 def candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

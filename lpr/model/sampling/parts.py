@@ -7,8 +7,6 @@ row. Full logits are gathered for top-k, top-p and min-p, for log-probabilities 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -74,16 +72,3 @@ def _likeliest_of_all(words: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _side_by_side(parts: Tensor) -> Tensor:
     return parts.transpose(0, 1).flatten(1)
-
-
-def choose_by_parts(
-    logits: Tensor,
-    selection: Selection,
-    first: int,
-    gather: Callable[[Tensor], Tensor],
-    num_candidates: int,
-    fixed_shapes: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `choose_among_parts`, by all ranks that `gather` int32 [n, w] to [ranks, n, w]."""
-    parts = gather(choose_in_part(logits, selection, first, num_candidates, fixed_shapes))
-    return choose_among_parts(parts, selection, num_candidates)

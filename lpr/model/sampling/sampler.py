@@ -9,7 +9,7 @@ from lpr.model.adapter import Adapter
 from lpr.model.kv_cache import KVCache
 from lpr.model.rewrite.sharded_layers import VocabularyHead
 from lpr.model.sampling.choice import candidates, choose, four_to_a_word, log_probabilities
-from lpr.model.sampling.parts import choose_by_parts, may_be_in_parts
+from lpr.model.sampling.parts import choose_among_parts, choose_in_part, may_be_in_parts
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row
 
@@ -31,8 +31,8 @@ class Sampler:
         """
         if self.in_parts(selection):
             assert self.part is not None
-            first, gather = self.part.first, self.part.gather
-            chosen, *likely = choose_by_parts(logits, selection, first, gather, num_candidates, fixed_shapes)
+            mine = choose_in_part(logits, selection, self.part.first, num_candidates, fixed_shapes)
+            chosen, *likely = choose_among_parts(self.part.gather(mine), selection, num_candidates)
         else:
             chosen = choose(logits, selection, fixed_shapes)
             likely = [*candidates(logits, num_candidates)] if num_candidates else []
