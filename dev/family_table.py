@@ -224,7 +224,7 @@ FAMILIES: list[Family] = [
     *refused("RecurrentGemma", "recurrent state", "recurrent_gemma", block_types=["recurrent", "attention"],
              attention_window_size=9),
     *refused("ZAYA", "recurrent state", "zaya", num_experts_per_tok=1),
-    *refused("Inkling", "its bias by distance counts cache rows", "inkling_text"),
+    *works("Inkling", "inkling_text", note="bias by position (shim)"),
     *refused("RWKV", "recurrent state in no cache", "rwkv"),
     *refused("xLSTM", "recurrent state in a cache of its own", "xlstm"),
     *refused("Inkling 2", "recurrent state behind convolutions", "inkling2_text", "inkling2_loop_text"),

@@ -19,7 +19,6 @@ _INKLING_2 = "recurrent state behind convolutions whose weights each token choos
 _ALIBI = "its ALiBi bias counts cache rows, where a tree needs positions"
 _REASONS = {
     **dict.fromkeys(("bloom", "mpt"), _ALIBI),
-    "inkling_text": "its bias by distance counts cache rows, where a tree needs positions",
     "gpt_neo": "the window of its local layers counts cache rows, where a tree needs positions",
     **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), _INKLING_2),
     "rwkv": "recurrent state in no cache: its forward returns it in a list",
@@ -70,6 +69,8 @@ def position_limit(config: Any) -> tuple[int, str] | None:
     Longrope (Phi-3 128k) switches to other frequencies for *all* rows of a forward as soon as one position exceeds the
     original context. Drafts and neighbours in the batch would then change the output.
     """
+    if limit := getattr(config, "log_scaling_n_floor", None):  # Inkling
+        return int(limit), "beyond them attention is scaled by the cache row of a token"
     for each in rope_parameters(config):
         if each.get("rope_type") == "longrope":
             name = "original_max_position_embeddings"

@@ -11,8 +11,8 @@ from lpr import Engine, InputError
 from lpr.model.rewrite import table
 
 BY_NAME = {family.name: family for family in FAMILIES}
-SHIMMED = ["falcon (7B: rope, multi-query)", "llama4_text"]
-UNTOLD = ["rwkv", "inkling_text", "inkling2_text", "openai-gpt"]
+SHIMMED = ["falcon (7B: rope, multi-query)", "inkling_text", "llama4_text"]
+UNTOLD = ["rwkv", "inkling2_text", "openai-gpt"]
 
 
 # Falcon's layers need theirs in a padded batch alone, and fail loudly there.

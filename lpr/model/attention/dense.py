@@ -88,6 +88,7 @@ class Scoring(NamedTuple):
     scale: float
     softcap: float | None = None  # bounds scores by `softcap * tanh(score / softcap)` (Gemma 2)
     sinks: Tensor | None = None  # [Hq]: attention-sink logits, part of the softmax without a value (GPT-OSS)
+    bias: Tensor | None = None  # [B or 1, Hq, T or 1, KV], added to scores
 
     @classmethod
     def of(
@@ -100,14 +101,12 @@ class Scoring(NamedTuple):
         **_: Any,
     ) -> Scoring:
         """From the keyword arguments that transformers' models pass to attention."""
-        if position_bias is not None:
-            raise TypeError("the model adds a bias to scores")
-        return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+        return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias)
 
     @property
     def is_plain(self) -> bool:
         """True if PyTorch's SDPA supports all of them."""
-        return self.softcap is None and self.sinks is None
+        return self.softcap is None and self.sinks is None and self.bias is None
 
 
 def tree_attention(
@@ -126,6 +125,8 @@ def tree_attention(
         out = _attend(*parts) if step is None else _attend_block(step, step.blocks[0], *parts)
         return out.transpose(1, 2).contiguous(), None
     assert step is not None and step.cache is not None
+    if scoring.bias is not None:  # it is laid out for one block
+        raise TypeError("this attention needs padded inputs")
     check_passed_on(step, key, value)
     packed = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for block, mask in zip(step.blocks, attention_mask, strict=True):
@@ -139,6 +140,8 @@ def _attend_block(
 ) -> Tensor:
     if step.gemm_rows is None:
         return _attend(query, key, value, mask, scoring, is_causal=block.is_causal and mask is None)
+    if scoring.bias is not None:
+        raise TypeError("exact attention takes no bias on scores")
     assert mask is not None
     paths = step.once_per_mask(mask, lambda: list(map(in_order.find_paths, mask[:, 0])))
     return in_order.attend(query, key, value, paths, scoring.scale, scoring.softcap, scoring.sinks)
@@ -182,10 +185,13 @@ def _attend(
     if scoring.is_plain:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scoring.scale)
     else:
-        if (sinks := scoring.sinks) is not None:
+        bias, sinks = scoring.bias, scoring.sinks
+        if bias is not None:
+            bias = bias.reshape(bias.shape[0], num_kv_heads, group * length, -1)
+        if sinks is not None:
             sinks = sinks.reshape(1, num_kv_heads, group, 1).expand(batch, -1, -1, length)
             sinks = sinks.reshape(batch, num_kv_heads, group * length, 1)
-        out = _attend_with_extras(folded, key, value, mask, scoring._replace(sinks=sinks))
+        out = _attend_with_extras(folded, key, value, mask, scoring._replace(bias=bias, sinks=sinks))
     return out.reshape(batch, num_heads, length, value.shape[-1])
 
 
@@ -198,11 +204,13 @@ def _folded_mask(mask: Tensor, group: int) -> Tensor:
 
 
 def _attend_with_extras(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attention with what SDPA lacks: soft-capped scores, sinks [B, Hk, T, 1]."""
+    """Attention with what SDPA lacks: soft-capped scores, sinks [B, Hk, T, 1], a bias on scores."""
     # Scaled before the product, which might exceed the largest float16.
     scores = ((query * scoring.scale) @ key.transpose(-1, -2)).float()
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    if scoring.bias is not None:
+        scores = scores + scoring.bias
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = additive(mask, scores.dtype)

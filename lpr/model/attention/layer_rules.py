@@ -7,7 +7,7 @@ from the model's own mask function if that consists of known parts; otherwise a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ class LayerRule:
 
     window: int | None = None
     chunk: int | None = None
+    mask_function: Callable[..., Any] = field(default=causal_mask_function, compare=False)
+    """The model's own mask function, for a layer that needs a dense mask anyway."""
 
 
 # Closures of one factory share their code object, so comparing it with `is` identifies the factory.
@@ -55,7 +57,7 @@ def layer_rule(mask_function: Callable[..., Any]) -> LayerRule | None:
             return None
     if not causal or len(set(chunks)) > 1 or not all(isinstance(size, int) and size > 0 for size in windows + chunks):
         return None
-    return LayerRule(min(windows, default=None), chunks[0] if chunks else None)
+    return LayerRule(min(windows, default=None), chunks[0] if chunks else None, mask_function)
 
 
 def _captured(closure: Any) -> dict[str, Any]:

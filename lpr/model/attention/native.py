@@ -69,10 +69,12 @@ def native_attention(is_exact: bool) -> Callable[..., tuple[Tensor, None]]:
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, rule: LayerRule | Mask, **given: Any
     ) -> tuple[Tensor, None]:
-        step, (scale, softcap, sinks) = current_step(), Scoring.of(query, **given)
+        step, (scale, softcap, sinks, bias) = current_step(), Scoring.of(query, **given)
         if not isinstance(rule, LayerRule):  # not in a step that has pages
             return tree_attention(module, query, key, value, rule, **given)
         assert step is not None and step.pages is not None
+        if bias is not None:
+            raise TypeError("the model adds a bias to scores")
         check_passed_on(step, key, value)
         return attend_pages(step.pages, query, key[0], value[0], rule, scale, softcap, sinks, is_exact), None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lpr.config import InputError
-from lpr.model.attention.dense import Mask, Scoring, check_passed_on, tree_attention
+from lpr.model.attention.dense import Mask, Scoring, additive, check_passed_on, tree_attention, visible_nodes
 from lpr.model.attention.layer_rules import LayerRule, kernel_mask
 from lpr.model.step_inputs import current_step
 from lpr.model.tree_mask import find_paths
@@ -33,12 +33,15 @@ def kernel_attention(name: str) -> Callable[..., tuple[Tensor, None]]:
         module: Any, query: Tensor, key: Tensor, value: Tensor, rule: LayerRule | Mask, **given: Any
     ) -> tuple[Tensor, None]:
         step, scoring = current_step(), Scoring.of(query, **given)
-        if is_exact and step is not None and not isinstance(rule, LayerRule):
-            raise InputError("exact attention on a GPU knows causal, sliding and chunked masks")
+        if is_exact and step is not None and (scoring.bias is not None or not isinstance(rule, LayerRule)):
+            raise InputError("exact attention on a GPU knows causal, sliding and chunked masks and no bias on scores")
         if not isinstance(rule, LayerRule):
             return tree_attention(module, query, key, value, rule, **given)
         assert step is not None and step.blocks[0].tree_mask is not None
         block, bits = step.blocks[0], step.blocks[0].tree_mask
+        if scoring.bias is not None:  # the kernels take none
+            mask = additive(visible_nodes(block, rule.mask_function), query.dtype)
+            return tree_attention(module, query, key, value, mask, **given)
         if is_exact and block.paths is None:  # once per step, for all layers
             block.paths = find_paths(bits)
         rules: dict[str, Any] = {"window": rule.window, "chunk": rule.chunk}

@@ -6,14 +6,38 @@ The two differ once a step's nodes branch. Each rewrite replaces one function an
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from lpr.model.rewrite.base import EachModule, Rewrite, Setting, Stage
+from lpr.model.rewrite.base import EachModule, Rewrite, Setting, Stage, WrappedForward
 from lpr.model.step_inputs import current_step
+
+
+class RelativeDistances(WrappedForward):
+    """Inkling's attention adds a bias by distance, counted in cache rows."""
+
+    name = "distances by position"
+
+    def find(self, module: Any, setting: Setting) -> Callable[..., torch.Tensor] | None:
+        return _relative_logits if hasattr(module, "rel_extent") and hasattr(module, "proj") else None
+
+
+def _relative_logits(
+    module: Any, stock: Callable[..., torch.Tensor], states: torch.Tensor, *rows: torch.Tensor
+) -> torch.Tensor:
+    """As InklingRelativeLogits.forward: [B, H, T, KV] of `states` [B, T, H, D]."""
+    step = current_step()
+    if step is None:
+        return stock(states, *rows)
+    if step.packed:
+        raise TypeError("a bias per cache row needs padded inputs")
+    logits = (states @ module.proj).transpose(1, 2)
+    distance = (step.positions[:, :, None] - step.blocks[0].kv_positions[:, None])[:, None]
+    index = distance.clamp(0, module.rel_extent - 1).expand(-1, logits.shape[1], -1, -1)
+    return logits.gather(-1, index).masked_fill((distance < 0) | (distance >= module.rel_extent), 0.0)
 
 
 class _OutsideSteps:

@@ -29,7 +29,7 @@ from lpr.model.recurrent.plug import RecurrentCalls
 from lpr.model.rewrite.base import NewForward, Rewrite, Setting, Stage, carry_out, done_to
 from lpr.model.rewrite.compiled_model import CompiledModel
 from lpr.model.rewrite.merged_linear import MergedLinear
-from lpr.model.rewrite.positions import FalconLayers, QueryTemperature
+from lpr.model.rewrite.positions import FalconLayers, QueryTemperature, RelativeDistances
 from lpr.model.rewrite.sharded_layers import ShardedLayers
 
 COMPILED = CompiledModel()
@@ -41,6 +41,7 @@ REWRITES: tuple[Rewrite, ...] = (
     LayerEmbeddings(),
     Indexers(),
     PooledKeys(),
+    RelativeDistances(),
     QueryTemperature(),
     FalconLayers(),
     CodedProducts(),

@@ -45,6 +45,7 @@ def test_forwards_are_given_back(family: str, sizes: dict[str, Any]) -> None:
     "name, rewritten",
     [
         ("llama4_text", "temperature by position"),
+        ("inkling_text", "distances by position"),
         ("falcon (7B: rope, multi-query)", "attention name of layers"),
         ("deepseek_v32", "selection by position"),
         ("minimax_m3_vl_text", "selection by position"),
