@@ -23,6 +23,7 @@ from lpr.model.low_bit.coded import Coding, Kind, as_bytes
 PACKAGES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes"}
 """Methods that transformers loads by a package: models whose weights alone are rounded work."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of AWQ the outputs 0 to 7 of eight lie
+_KINDS: dict[torch.dtype, Kind] = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 Tensors = Mapping[str, Tensor]
 
 
@@ -60,6 +61,41 @@ class Format(ABC):
             raise self._wrong(name, f"has no {key}")
         return given[key]
 
+    def _check_whole(self, name: str, given: Tensors) -> None:
+        """Raise InputError unless a weight without a scale is stored as it is."""
+        if self._need(name, given, "weight").dtype.itemsize == 1:
+            raise self._wrong(name, "has weights in 8 bits without a scale")
+
+    def _coded(
+        self, name: str, codes: Tensor, scale: Tensor, shape: Sequence[int], block: tuple[int, int] | None,
+        zero: Tensor | None = None, order: Tensor | None = None,
+    ) -> Coded:  # fmt: skip
+        """The weight of `codes`, with a scale for a tensor, a row, or a `block` of outputs and inputs, of its `shape`.
+
+        Codes of 4 bits are uint8. `zero` are codes that mean zero, of the same shape as `scale`.
+        """
+        outputs, inputs = shape
+        coding = Coding(_KINDS[codes.dtype], inputs, block[1] if block else inputs, zero is not None)
+        if tuple(codes.shape) != (outputs, inputs):
+            raise self._wrong(name, f"has a weight of shape {list(codes.shape)}, not {list(shape)}")
+        per_row = block[0] if block else 1
+        expected = -(-outputs // per_row), coding.num_groups
+        if scale.numel() == 1 or (not block and scale.numel() == outputs):
+            scale = scale.reshape(-1, 1).expand(expected)
+            zero = zero.reshape(-1, 1).expand(expected) if zero is not None else None
+        if tuple(scale.shape) != expected or (zero is not None and zero.shape != scale.shape):
+            raise self._wrong(name, f"has scales of shape {list(scale.shape)}, not {list(expected)}")
+        if not bool(scale.isfinite().all()):
+            raise self._wrong(name, "has scales that are not finite")
+        if coding.num_groups > 1 and coding.group % 8:
+            raise self._wrong(name, f"has groups of {coding.group} inputs; lpr reads those of a multiple of 8")
+        if per_row > 1:
+            scale = scale.repeat_interleave(per_row, 0)[:outputs]
+            zero = zero.repeat_interleave(per_row, 0)[:outputs] if zero is not None else None
+        if order is not None:
+            codes = codes[:, order]
+        return Coded(coding, coding.encode(codes, scale.expand(outputs, coding.num_groups), zero), order)
+
 
 class Fp8(Format):
     """e4m3 with a scale for a tensor, a row or a block, as DeepSeek, Qwen, Mistral and fbgemm write it."""
@@ -82,12 +118,10 @@ class Fp8(Format):
 
     def read(self, name: str, given: Tensors, shape: Sequence[int]) -> Coded | None:
         scales = [given[key] for key in self.names[1:4] if key in given]
-        weight = self._need(name, given, "weight")
         if not scales:
-            if weight.dtype.itemsize == 1:
-                raise self._wrong(name, "has weights in 8 bits without a scale")
+            self._check_whole(name, given)
             return None
-        return self.read_fp8(name, weight, scales[0], shape, self.block)
+        return self.read_fp8(name, self._need(name, given, "weight"), scales[0], shape, self.block)
 
     def read_fp8(
         self, name: str, weight: Tensor, scale: Tensor, shape: Sequence[int], block: tuple[int, int] | None
@@ -98,7 +132,7 @@ class Fp8(Format):
         codes = weight.to(torch.float8_e4m3fn)
         if not torch.equal(codes.float(), weight.float()):  # before 5.18 transformers widens them; NaN is unequal
             raise self._wrong(name, "has weights that are NaN, or no values of e4m3")
-        return _with_scales(self, name, "fp8", codes, wide_scale(scale), shape, block)
+        return self._coded(name, codes, wide_scale(scale), shape, block)
 
 
 class CompressedTensors(Fp8):
@@ -149,15 +183,13 @@ class CompressedTensors(Fp8):
 
     def read(self, name: str, given: Tensors, shape: Sequence[int]) -> Coded | None:
         if "weight_scale" not in given and "weight_packed" not in given:
-            weight = self._need(name, given, "weight")
-            if weight.dtype.itemsize == 1:
-                raise self._wrong(name, "has weights in 8 bits without a scale")
+            self._check_whole(name, given)
             return None
         if (args := self._args(name)) is None:
             raise self._wrong(name, "has a scale, but no group of its config is for it")
-        scale, block = self._need(name, given, "weight_scale"), args.get("block_structure")
+        scale, sizes = self._need(name, given, "weight_scale"), args.get("block_structure")
         if args["type"] == "float":
-            sizes = (int(block[0]), int(block[1])) if block and args["strategy"] == "block" else None
+            sizes = (int(sizes[0]), int(sizes[1])) if sizes and args["strategy"] == "block" else None
             return self.read_fp8(name, self._need(name, given, "weight"), scale, shape, sizes)
         bits = args["num_bits"]
         zero = given.get("weight_zero_point")
@@ -170,12 +202,10 @@ class CompressedTensors(Fp8):
             if codes.dtype is not torch.int8:
                 raise self._wrong(name, f"has weights in {codes.dtype}, not int8: it is not stored compressed")
             codes = (codes.int() + 2 ** (bits - 1)).to(torch.uint8)
-        if bits == 8:
-            codes = (codes ^ 128).view(torch.int8)
         size = args.get("group_size") if args["strategy"] == "group" else None
         order = _order_of(self, name, given.get("weight_g_idx"), size)
-        kind: Kind = "int4" if bits == 4 else "int8"
-        return _with_scales(self, name, kind, codes, scale.float(), shape, (1, size) if size else None, zero, order)
+        block = (1, size) if size else None
+        return self._coded(name, _signed(codes, bits), scale.float(), shape, block, zero, order)
 
 
 class Awq(Format):
@@ -189,17 +219,16 @@ class Awq(Format):
             what = f"bits {values.get('bits')!r} of version {version!r}"
             raise InputError(f"awq: {what} are not supported, 4 of 'gemm' are")
         self.skipped = (*(values.get("modules_to_not_convert") or ()), "lm_head")
-        self.group = int(values.get("group_size", values.get("q_group_size", 128)))
+        self.group = max(0, int(values.get("group_size", values.get("q_group_size", 128))))
         self.has_zero = bool(values.get("zero_point", True))
 
     def coding(self, name: str, shape: Sequence[int]) -> Coding:
-        return Coding("int4", shape[1], self.group if self.group > 0 else shape[1], self.has_zero)
+        return Coding("int4", shape[1], self.group or shape[1], self.has_zero)
 
     def read(self, name: str, given: Tensors, shape: Sequence[int]) -> Coded | None:
         codes, scale = self._in_order(given, "qweight", name), self._need(name, given, "scales").T.float()
         zero = self._in_order(given, "qzeros", name).int() - 8 if self.has_zero or "qzeros" in given else None
-        block = (1, self.group) if self.group > 0 else None
-        return _with_scales(self, name, "int4", codes, scale, shape, block, zero)
+        return self._coded(name, codes, scale, shape, (1, self.group) if self.group else None, zero)
 
     def _in_order(self, given: Tensors, key: str, name: str) -> Tensor:
         """The codes [outputs, n] of words [n, outputs / 8]."""
@@ -215,32 +244,26 @@ class Gptq(Format):
     def __init__(self, values: dict[str, Any]) -> None:
         _check(values, "gptq", bits=(4, 8), checkpoint_format=(None, "gptq", "gptq_v2"), pack_dtype=(None, "int32"))
         self.bits, self.is_first = values["bits"], values.get("checkpoint_format") != "gptq_v2"
-        self.group, self.is_symmetric = int(values.get("group_size", 128)), bool(values.get("sym", True))
+        self.group, self.is_symmetric = max(0, int(values.get("group_size", 128))), bool(values.get("sym", True))
         rules: dict[str, Any] = values.get("dynamic") or {}
         if any(each.startswith("+:") or (rules[each] and not each.startswith("-:")) for each in rules):
             raise InputError("gptq: sizes that differ from layer to layer ('dynamic') are not supported")
-        self.skipped = tuple(each.removeprefix("-:") for each in rules) + (
-            () if values.get("lm_head") else ("lm_head",)
-        )
+        ends = () if values.get("lm_head") else ("lm_head",)
+        self.skipped = (*(each.removeprefix("-:") for each in rules), *ends)
 
     def coding(self, name: str, shape: Sequence[int]) -> Coding:
-        group = self.group if self.group > 0 else shape[1]
-        return Coding("int4" if self.bits == 4 else "int8", shape[1], group, not self.is_symmetric)
+        return Coding("int4" if self.bits == 4 else "int8", shape[1], self.group or shape[1], not self.is_symmetric)
 
     def read(self, name: str, given: Tensors, shape: Sequence[int]) -> Coded | None:
         codes = _unpacked(self._need(name, given, "qweight").T, self.bits)
         zero = _unpacked(self._need(name, given, "qzeros"), self.bits).T
         if self.is_first:  # stored less one, so that -1 is all bits
             zero = (zero + 1) & (2**self.bits - 1)
-        if self.bits == 8:
-            codes = (codes ^ 128).view(torch.int8)
         shifted = zero.int() - 2 ** (self.bits - 1)
-        order = _order_of(self, name, given.get("g_idx"), self.group if self.group > 0 else None)
-        block = (1, self.group) if self.group > 0 else None
-        kind: Kind = "int4" if self.bits == 4 else "int8"
-        scale = self._need(name, given, "scales").T.float()
+        order = _order_of(self, name, given.get("g_idx"), self.group)
+        scale, block = self._need(name, given, "scales").T.float(), (1, self.group) if self.group else None
         has_zero = not self.is_symmetric or bool(shifted.any())
-        return _with_scales(self, name, kind, codes, scale, shape, block, shifted if has_zero else None, order)
+        return self._coded(name, _signed(codes, self.bits), scale, shape, block, shifted if has_zero else None, order)
 
 
 class Mxfp4(Format):
@@ -337,9 +360,14 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     return torch.stack([data & 15, data >> 4], 2).flatten(1) if bits == 4 else data
 
 
+def _signed(codes: Tensor, bits: int) -> Tensor:
+    """Codes above a middle, uint8: those of 8 bits as int8."""
+    return (codes ^ 128).view(torch.int8) if bits == 8 else codes
+
+
 def _order_of(form: Format, name: str, found: Tensor | None, size: int | None) -> Tensor | None:
     """The inputs by their groups `found` [inputs], which are all of `size`; None if they are in their order."""
-    if found is None or size is None or bool((found == -1).any()):
+    if found is None or not size or bool((found == -1).any()):
         return None
     groups = torch.arange(len(found), device=found.device) // size
     if torch.equal(found.long(), groups):
@@ -348,34 +376,3 @@ def _order_of(form: Format, name: str, found: Tensor | None, size: int | None) -
     if not torch.equal(found[order].long(), groups):
         raise form._wrong(name, f"has groups of other sizes than {size} (g_idx)")
     return order
-
-
-def _with_scales(
-    form: Format, name: str, kind: Kind, codes: Tensor, scale: Tensor, shape: Sequence[int],
-    block: tuple[int, int] | None, zero: Tensor | None = None, order: Tensor | None = None,
-) -> Coded:  # fmt: skip
-    """The weight of `codes`, with a scale for a tensor, a row, or a `block` of outputs and inputs, of its `shape`.
-
-    `zero` are codes that mean zero, of the same shape as `scale`.
-    """
-    outputs, inputs = shape
-    coding = Coding(kind, inputs, block[1] if block else inputs, zero is not None)
-    if tuple(codes.shape) != (outputs, inputs):
-        raise form._wrong(name, f"has a weight of shape {list(codes.shape)}, not {list(shape)}")
-    per_row = block[0] if block else 1
-    expected = -(-outputs // per_row), coding.num_groups
-    if scale.numel() == 1 or (not block and scale.numel() == outputs):
-        scale = scale.reshape(-1, 1).expand(expected)
-        zero = zero.reshape(-1, 1).expand(expected) if zero is not None else None
-    if tuple(scale.shape) != expected or (zero is not None and zero.shape != scale.shape):
-        raise form._wrong(name, f"has scales of shape {list(scale.shape)}, not {list(expected)}")
-    if not bool(scale.isfinite().all()):
-        raise form._wrong(name, "has scales that are not finite")
-    if coding.num_groups > 1 and coding.group % 8:
-        raise form._wrong(name, f"has groups of {coding.group} inputs; lpr reads those of a multiple of 8")
-    if per_row > 1:
-        scale = scale.repeat_interleave(per_row, 0)[:outputs]
-        zero = zero.repeat_interleave(per_row, 0)[:outputs] if zero is not None else None
-    if order is not None:
-        codes = codes[:, order]
-    return Coded(coding, coding.encode(codes, scale.expand(outputs, coding.num_groups), zero), order)
