@@ -167,21 +167,16 @@ class Adapter:
         self.bind(inputs, cache)
         if model is not None:
             inputs.adapters = None  # a copy drafts without adapters
-        extra: dict[str, Any] = {"position_ids": inputs.positions} if self.accepts_positions else {}
-        extra |= passed(cache, self.model)
+        given: dict[str, Any] = {"input_ids": inputs.tokens, "use_cache": True, "logits_to_keep": inputs.logits_to_keep}
+        given |= passed(cache, self.model)
+        if self.accepts_positions:
+            given["position_ids"] = inputs.positions
         is_compiled = getattr(self.model, "_compiled_call_impl", None) is not None
         direct = torch.compiler.set_stance("force_eager") if is_compiled and not compiled else nullcontext()
         with self.lock, direct, self._functions or nullcontext():
             changed = self.trains or self.model.training or names_of(self._configs) != self._names
             with self._restored() if changed else nullcontext():
-                output = in_step(
-                    inputs,
-                    model or self.model,
-                    input_ids=inputs.tokens,
-                    use_cache=True,
-                    logits_to_keep=inputs.logits_to_keep,
-                    **extra,
-                )
+                output = in_step(inputs, model or self.model, **given)
         logits, head = inputs.results(output.logits), self.model.get_output_embeddings()
         return logits if inputs.in_parts or not isinstance(head, VocabularyHead) else head.whole(logits)
 

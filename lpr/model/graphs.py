@@ -378,10 +378,8 @@ class GraphForward(EagerForward):
         for size in PACKED_BUCKETS:
             batches = sequence_buckets(size, self.cache.num_slots)
             for batch, fewer in zip(batches, (0, *batches), strict=False):
-                lengths, all_kept = (
-                    packed_kv(batch, size, self.cache.rows_per_slot),
-                    kept_buckets(size, self.most_results),
-                )
+                lengths = packed_kv(batch, size, self.cache.rows_per_slot)
+                all_kept = kept_buckets(size, self.most_results)
                 for length, kept in product(lengths, all_kept) if size > fewer else ():
                     keys = (kept,) if size >= MANY_ENTRIES else (0, kept)
                     candidates = {num_candidates, 0} if size <= batch else {num_candidates}

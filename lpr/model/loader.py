@@ -120,13 +120,8 @@ def _load(
         if form is not None:
             begin_reading(config, form)
         decoder = decoder_class(config)
-        read: Any = partial(
-            decoder.from_pretrained,
-            source,
-            config=config,
-            revision=revision or "main",
-            output_loading_info=True,
-        )
+        how: Any = {"config": config, "revision": revision or "main", "output_loading_info": True}
+        read: Any = partial(decoder.from_pretrained, source, **how)
         chosen = choose_dtype(dtype, where)
         model: Any
         if tp is not None:

@@ -86,9 +86,8 @@ def load_sharded(
         raise InputError(f"--tp {tp.size}: {why}; --tp 1 works")
     if tp.backend == "deepspeed":
         if reading_of(config) is not None:
-            raise InputError(
-                "--tp-backend deepspeed does not divide low-bit checkpoints; --tp-backend transformers does"
-            )
+            instead = "--tp-backend transformers does"
+            raise InputError(f"--tp-backend deepspeed does not divide low-bit checkpoints; {instead}")
         model, info = _load_with_deepspeed(dtype, device, tp, read)
     else:
         model, info = _load_with_transformers(config, plan, own, device, tp, partial(read, dtype=dtype))

@@ -63,15 +63,9 @@ def self_check(runner: TreeModel) -> KVCache:
         try:
             return _check(adapter)
         except Exception as failure:  # compilers and drivers raise any type; checked again without
-            unfit = adapter.reads_pages and isinstance(
-                failure.__cause__, TypeError | InexactError
-            )  # a layer without keys of its own
-            logger.log(
-                logging.DEBUG if unfit else logging.WARNING,
-                "attention=%r does not work here, using 'sdpa': %s",
-                adapter.attention,
-                first_line(failure),
-            )
+            has_own_keys = adapter.reads_bits or not isinstance(failure.__cause__, TypeError | InexactError)
+            level, why = logging.WARNING if has_own_keys else logging.DEBUG, first_line(failure)
+            logger.log(level, "attention=%r does not work here, using 'sdpa': %s", adapter.attention, why)
             adapter.set_attention("sdpa")
     return _check(adapter)
 

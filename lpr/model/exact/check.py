@@ -46,9 +46,8 @@ def refusal(model: Any, own_attention: bool) -> str | None:
         return "its sparse attention selects tokens by scores whose last bits depend on a step's shape"
     if has_experts(config) and model.device.type != "cpu":
         return "its experts' matrix products are as high as a step has tokens for them"
-    if getattr(model, "hf_quantizer", None) is not None or any(
-        isinstance(each, CodedLinear) for each in model.modules()
-    ):
+    is_coded = any(isinstance(each, CodedLinear) for each in model.modules())
+    if is_coded or getattr(model, "hf_quantizer", None) is not None:
         return "its quantised matrix products are not known to be the same for every height"
     return None
 
@@ -129,10 +128,8 @@ def _products(model: nn.Module) -> Iterator[tuple[str, Size, Product, int]]:
         for kind, has_bias, size in _kinds(name, module):
             if (kind, has_bias, size) not in known:
                 known.add((kind, has_bias, size))
-                multiply = _linear if has_bias else _linear_alone
-                product = {"packed": _packed(has_bias), "conv": _conv1d, "plain": multiply, "narrow": narrow_product}[
-                    kind
-                ]
+                products = {"conv": _conv1d, "plain": _linear if has_bias else _linear_alone, "narrow": narrow_product}
+                product = _packed(has_bias) if kind == "packed" else products[kind]
                 yield name, size, product, MOST_LOGITS if module is head else _MOST_ROWS
 
 

@@ -214,17 +214,9 @@ def layer_of(module: Any, device: str | None = None) -> DecoderLayer | None:
         return None
     argument = cache_argument(type(module).forward)
     assert argument is not None
-    return DecoderLayer(
-        OwnForward(module),
-        argument,
-        attention,
-        mlp_of(mlp, device) or mlp,
-        (found[0], found[1]),
-        (found[2], found[3]) if has_head_norms else None,
-        qkv,
-        out,
-        multiplier,
-    )
+    of_layer, of_heads = (found[0], found[1]), (found[2], found[3]) if has_head_norms else None
+    parts = attention, mlp_of(mlp, device) or mlp, of_layer, of_heads
+    return DecoderLayer(OwnForward(module), argument, *parts, qkv, out, multiplier)
 
 
 def _whole(layer: DecoderLayer) -> Any:

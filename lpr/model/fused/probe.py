@@ -189,13 +189,9 @@ def _is_layer(
     copied = {"input_layernorm": before, "post_attention_layernorm": after, "mlp": mlp}
     copied["self_attn"] = _copied(attention, parts, config=config, training=False)
     mask, marker = random(1), random(1)
-    given: dict[str, Any] = {
-        "attention_mask": mask,
-        "position_ids": None,
-        "use_cache": True,
-        "position_embeddings": tables,
-    }
-    given |= {str(cache_argument(type(layer).forward)): cache, "lpr_marker": marker, "lpr_attend": attend}
+    given: dict[str, Any] = {"attention_mask": mask, "position_ids": None, "use_cache": True}
+    given |= {"position_embeddings": tables, "lpr_marker": marker, "lpr_attend": attend}
+    given[str(cache_argument(type(layer).forward))] = cache
     found = type(layer).forward(_copied(layer, copied, training=False), states.clone(), **given)
     if dim != head:
         return True

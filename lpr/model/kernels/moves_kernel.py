@@ -42,14 +42,6 @@ def move_rows(pool: Tensor, source: Tensor, target: Tensor) -> None:
     words = pool.flatten(2).view(next(each for each in _WORDS if num_bytes % each.itemsize == 0))
     layers, rows, width = words.shape
     with device_of(pool):
-        copy_rows[layers, triton.cdiv(width, BLOCK)](
-            words,
-            source.contiguous(),
-            target.contiguous(),
-            len(source),
-            rows,
-            width,
-            MOVES=MOVES,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+        sizes = {"MOVES": MOVES, "BLOCK": BLOCK, "num_warps": 4}
+        moves = source.contiguous(), target.contiguous(), len(source)
+        copy_rows[layers, triton.cdiv(width, BLOCK)](words, *moves, rows, width, **sizes)

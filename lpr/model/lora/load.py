@@ -60,8 +60,7 @@ def check_lora(runner: TreeModel, digest: str) -> None:
                     expected = adapter.model(input_ids=tokens, use_cache=False).logits[0].float()
             for found, wanted in ((logits, expected), (plain, without)):
                 if not (error := difference(found[list(path)], wanted)) <= tolerance_of(adapter):
-                    raise InputError(
-                        f"this model does not compute its layers as adapters need: logits differ by {error:.1e}"
-                    )
+                    why = f"logits differ by {error:.1e}"
+                    raise InputError(f"this model does not compute its layers as adapters need: {why}")
     if (name := bank.uncalled(place)) is not None:
         raise InputError(f"this model computes {name} in a way that adapters do not know")

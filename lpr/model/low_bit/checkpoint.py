@@ -249,9 +249,8 @@ class LowBitQuantizer(HfQuantizer):
             owner = model.get_submodule(module)
             rows = getattr(owner, name)
             if rows.dtype is not torch.uint8 or rows.shape[-1] != coded.coding.row_bytes:
-                raise Unreadable(
-                    f"{self.reading.form.method}: {key} is tied to another weight, or laid out unknown to lpr"
-                )
+                why = "is tied to another weight, or laid out unknown to lpr"
+                raise Unreadable(f"{self.reading.form.method}: {key} {why}")
             hold(owner, name, coded, model.dtype)
             if (style := self.reading.style_of(key)) is not None and self.reading.share is not None:
                 divide(owner, style, self.reading.share.rank, self.reading.share.group)
