@@ -98,9 +98,7 @@ class StaticShape:
         return sum(map(prod, self.sizes.values()))
 
     def place(self, words: np.ndarray, rows: Sequence[Row], selection: Selection, cache: KVCache) -> None:
-        """Write the words [num_words] of a step of `rows` on the host; unless packed, slots are consecutive from
-        `first_slot`.
-        """
+        """Write the words of a step of `rows` on the host; unless packed, slots are consecutive from `first_slot`."""
         if self.num_kept:
             cache.place_packed(words, rows, self.batch, self.num_entries, self.num_kept)
         else:
@@ -128,9 +126,7 @@ class StaticShape:
         words[-prod(self.sizes["selection"]) :] = np.concatenate([placed.reshape(-1), keys])
 
     def read(self, words: torch.Tensor, cache: KVCache) -> tuple[StepInputs, Selection]:
-        """The inputs of a forward as functions of `words` and tables on the device; all B * T entries have results, or
-        `num_kept` of a packed step.
-        """
+        """The inputs as functions of `words` and tables on the device; all entries have results, or `num_kept`."""
         parts = dict(zip(self.sizes, words[: self.num_words].split([*map(prod, self.sizes.values())]), strict=True))
         parts = {name: part.view(self.sizes[name]) for name, part in parts.items()}
         positions = parts["positions"].long()

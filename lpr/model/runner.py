@@ -147,8 +147,7 @@ class TreeModel:
         return drafts
 
     def use_copy(self, make_copy: Callable[[], Callable[..., Any]], like: KVCache, max_batch_size: int) -> None:
-        """Attach a low-bit copy for drafting; raises any error of a copy that does not fit. `like` is the check's
-        cache."""
+        """Attach a low-bit copy for drafting, checked in `like`; raises any error of a copy that does not fit."""
         drafter = SelfDrafter(self.adapter, make_copy)
         drafter.go_direct(like)
         drafter.measure(like, max_batch_size)

@@ -46,11 +46,7 @@ class Row:
         positions: Sequence[int] | np.ndarray,
         num_results: int,
     ) -> None:
-        """A row of `slot`, whose cache holds `num_cached` tokens.
-
-        `parents[i] < i` within the row; -1 is the last cached token. Results are wanted for the last `num_results`
-        entries.
-        """
+        """Results are wanted for the last entries. `parents[i] < i` within the row; -1 is the last cached token."""
         self.slot, self.num_cached, self.num_results = slot, num_cached, num_results
         self.entries = np.array([tokens, parents, positions], np.int32)  # tokens, parents and positions, int32 [3, n]
         self.num_entries = self.entries.shape[1]

@@ -104,10 +104,7 @@ def select_blocks(
 
 
 def best_blocks(scores: Tensor, step: StepInputs, block_size: int, num_blocks: int, num_local: int) -> Tensor:
-    """Bool [B, H, T, KV] from `scores` of that shape: the blocks with the best tokens among those an entry sees.
-
-    The last `num_local` blocks up to the entry's own come first.
-    """
+    """Bool [B, H, T, KV]: the blocks with the best `scores` that an entry sees, its last `num_local` ones first."""
     block = step.blocks[0]
     scores = scores.masked_fill(~visible_nodes(block, causal_mask_function), float("-inf"))
     key_blocks = block.kv_positions // block_size

@@ -83,10 +83,7 @@ def mlp_of(module: Any, device: str | None = None) -> GatedMlp | None:
 
 
 def pack_of(*members: Any, device: str | None = None) -> Pack | None:
-    """The pack of exactly these layers, in this order; None if there is none.
-
-    For a single layer on a GPU the pack is made here.
-    """
+    """The pack of exactly these layers, in order; made here for a single layer on a GPU. None if there is none."""
     if len(members) == 1 and fit(members) and (device or members[0].weight.device.type) == "cuda":
         members[0].pack = pack = Pack(members)  # where adapters find it
         return pack

@@ -64,10 +64,7 @@ class SlotAdapters:
         return RowAdapters(self.bank, words.reshape(-1))
 
     def place(self, words: np.ndarray, rows: Sequence[Row]) -> None:
-        """Write the adapters of a captured step's entries, int32 [B, T], padded on the left.
-
-        With B = 1 all rows are packed one after the other at the end.
-        """
+        """Write the adapters of a captured step's entries, int32 [B, T]; packed ones, with B = 1, lie at the end."""
         words[:] = -1
         if len(words) == 1:
             found = [self.places.get(row.slot, -1) for row in rows for _ in range(row.num_entries)]

@@ -94,10 +94,7 @@ class LoraFiles:
     digest: str  # 128 bits of config and weights in hexadecimal: adapters with one digest are the same
 
     def pairs(self, model: Any, tp: int = 1) -> dict[str, Pair]:
-        """By name of a module of `model`, its pair, unsplit and in float32; raises InputError.
-
-        `tp` ranks share the model's weights.
-        """
+        """By module name, its pair, unsplit and in float32; raises InputError. `tp` ranks share the weights."""
         modules, head = dict(model.named_modules()), model.get_output_embeddings()
         wanted = {name for name, module in modules.items() if self.config.targets(name, module, head)}
         for name in sorted(self.tensors):

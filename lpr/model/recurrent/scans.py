@@ -169,10 +169,7 @@ def decayed_scores(readers: Sequence[Tensor], keys: Tensor, log_decay: Tensor, t
 
 
 def decayed_attention(inputs: Sequence[Tensor], state: Tensor, tree: Tree) -> tuple[Tensor, Outer]:
-    """Mamba 2's SSD and lightning attention: queries and keys [B, n, H, K], values [B, n, H, V], log decay [B, n, H].
-
-    Source: mamba2_chunk_scan and MiniMaxLightningAttention of transformers.
-    """
+    """Mamba 2's SSD (mamba2_chunk_scan): queries and keys [B, n, H, K], values [B, n, H, V], log decay [B, n, H]."""
     queries, keys, values, decay = (each.transpose(1, 2) for each in inputs)
     total, scores = decayed_scores([queries], keys, decay[..., None], tree)
     out = total.exp() * (queries @ state) + scores @ values

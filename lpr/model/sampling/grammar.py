@@ -93,10 +93,7 @@ def compiler_of(tokenizer: Any, vocab_size: int) -> Compiler:
 
 
 def begin(grammar: str, tokenizer: Any | None, vocab_size: int) -> Future[tuple[Any, int]] | None:
-    """Compile a grammar in the background, before a request needs it; that request reports errors.
-
-    None if grammars are not supported here.
-    """
+    """Compile a grammar before a request needs it, which reports errors; None if grammars are not supported here."""
     if tokenizer is None or find_spec("llguidance") is None:
         return None
     return compiler_of(tokenizer, vocab_size).begin(grammar)

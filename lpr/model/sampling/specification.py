@@ -39,10 +39,7 @@ def choose(logits: torch.Tensor, selection: Selection) -> tuple[torch.Tensor, to
 
 
 def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The `count` largest `logits` [n, V] of each row, or all if it is shorter: values [n, k] float32, tokens [n, k].
-
-    And the logarithm [n] of the sum of all exp(logit).
-    """
+    """The `count` largest logits of each row (all if fewer): values and tokens [n, k], and the logsumexp [n]."""
     scores = logits.float()
     top, tokens = scores.topk(min(count, scores.shape[1]), dim=-1)
     return top, tokens, scores.logsumexp(-1)
