@@ -47,7 +47,7 @@ class Panels:
 
     @property
     def num_bytes(self) -> int:
-        return self._panels.nbytes + (0 if self.aside is None else self.aside.nbytes)
+        return self._panels.nbytes
 
     def address(self, bias: Tensor | None) -> Address:
         """The addresses and sizes of the weight and of `bias` [outputs] in float32."""

@@ -16,6 +16,10 @@ class Int8Tiles(Panels):
 
     bits = 8
 
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + self.aside.nbytes
+
     def __init__(self, values: Tensor, scale: Tensor) -> None:
         """Lay out `values` [outputs, inputs] of int8 with `scale` [outputs]; for processors with `can_tile`."""
         whole = F.pad(values, (0, -values.shape[1] % 4, 0, -len(values) % PANEL))
