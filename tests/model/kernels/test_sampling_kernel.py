@@ -42,6 +42,23 @@ def test_the_same_ids_as_the_specification(drawn: tuple[torch.Tensor, Selection]
         assert found == expected
 
 
+def test_totals_are_those_of_the_one_kernel() -> None:
+    """Parts without limits are compared by them: those of other logarithms would fall otherwise in a near tie."""
+    logits = peaked(torch.Generator().manual_seed(3), 16, 900)
+    selection = Selection.build([(SamplingParams(), range(3)), (PARAMS[0], range(13))]).to(DEVICE)
+    chosen, totals = sampling_kernel.choose(logits.to(DEVICE), selection)
+    expected, theirs = specification.choose(logits.to(DEVICE), selection)
+    assert chosen.tolist() == expected.tolist() and torch.allclose(totals, theirs, rtol=1e-5, atol=1e-5)
+    logits[4, 7] = torch.nan
+    assert sampling_kernel.choose(logits.to(DEVICE), selection)[1].isnan().tolist() == [row == 4 for row in range(16)]
+    halves = [
+        sampling_kernel.choose(logits[:, first : first + 450].to(DEVICE), selection.from_token(first))[1]
+        for first in (0, 450)
+    ]
+    whole = sampling_kernel.choose(logits.to(DEVICE), selection)[1]
+    assert torch.equal(torch.maximum(*halves).nan_to_num(), whole.nan_to_num())
+
+
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
 @pytest.mark.slow(first=2)
 def test_a_large_vocabulary_in_any_blocks(params: SamplingParams) -> None:

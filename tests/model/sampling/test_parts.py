@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from lpr import SamplingParams, native
+from lpr import DecodeConfig, Engine, SamplingParams, native
 from lpr.core.accept import NOT_A_NUMBER
 from lpr.model.sampling import choice, parts, specification
 from lpr.model.sampling.selection import Selection
 from tests.fakes.difficult_logits import peaked
+from tests.fakes.models import tiny_model
 
 EDGES = {"even": (0, 1000, 2000, 3000), "uneven": (0, 1024, 2048, 2999, 3000)}
 PARAMS = {
@@ -85,6 +87,35 @@ def test_what_limits_compare_is_not_chosen_in_parts() -> None:
     asked = Selection.build([(PARAMS["sampled"], [1])])
     asked.num_logprobs = 2
     assert not parts.may_be_in_parts(asked)
+
+
+@dataclass
+class WholePart:
+    """A part of the vocabulary that is all of it, held by one rank; `widths` are the words that it sent per row."""
+
+    first: int = 0
+    widths: list[int] = field(default_factory=list)
+
+    def gather(self, words: torch.Tensor) -> torch.Tensor:
+        self.widths.append(words.shape[1])
+        return words[None]
+
+
+def test_an_engine_sends_totals_and_applies_limits_to_whole_rows() -> None:
+    sampled = SamplingParams(max_new_tokens=4, temperature=0.9, seed=7)
+    limited = replace(sampled, top_p=0.8, top_k=30)
+    engine = Engine.from_model(tiny_model(spread=0.12), decode=DecodeConfig.autoregressive())
+    expected = [engine.generate([[3, 5, 7]], params)[0].token_ids for params in (sampled, limited)]
+    part = WholePart()
+    engine.model.sampler.part = part  # type: ignore[assignment]
+    engine.model.sampler.check_part(engine.model.adapter)
+    assert part.widths == [1], "what the ranks agree on"
+    sent = []
+    for params, ids in zip((sampled, limited), expected, strict=True):
+        part.widths.clear()
+        assert engine.generate([[3, 5, 7]], params)[0].token_ids == ids
+        sent.append(sorted(set(part.widths)))
+    assert sent == [[2], []]
 
 
 @pytest.mark.parametrize("fault", ["everybody's noise", "the last of equal ones", "its own columns"])
