@@ -130,14 +130,12 @@ class GraphForward(EagerForward):
             return None
         adapters = self.cache.adapters
         has_adapters = adapters is not None and any([row.slot in adapters.places for row in rows])
+        known = rows, selection, num_candidates, self.cache.num_slots, self.cache.rows_per_slot
+        is_split, bits, tables = self.sampler.part is not None, self.adapter.reads_bits, self.adapter.reads_tables
         if self._is_packed:
-            limits = self.cache.num_slots, self.cache.rows_per_slot, self.most_results
-            found = packed_shape(rows, selection, num_candidates, *limits, self.sampler.part is not None)
-            return replace(found, with_adapters=True) if found is not None and has_adapters else found
-        limits = self.cache.num_slots, self.cache.rows_per_slot, self.max_entries
-        bits, tables = self.adapter.reads_bits, self.adapter.reads_tables
-        is_split = self.sampler.part is not None
-        found = static_shape(rows, selection, num_candidates, *limits, bits, self._row_multiple, is_split, tables)
+            found = packed_shape(*known, self.most_results, is_split)
+        else:
+            found = static_shape(*known, self.max_entries, bits, self._row_multiple, is_split, tables)
         return replace(found, with_adapters=True) if found is not None and has_adapters else found
 
     def evaluate(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> torch.Tensor:
