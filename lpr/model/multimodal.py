@@ -47,8 +47,7 @@ def is_text(config: PretrainedConfig) -> bool:
 def empty_decoder(config: PretrainedConfig) -> PreTrainedModel:
     """The model of `decoder_class`, with its initial weights; without memory on the meta device."""
     found = decoder_class(config)
-    made: PreTrainedModel = found.from_config(config) if found is AutoModelForCausalLM else found(config)
-    return made
+    return found.from_config(config) if found is AutoModelForCausalLM else found(config)
 
 
 def is_text_part(model: PreTrainedModel) -> bool:

@@ -149,8 +149,7 @@ def free_bytes(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
+        return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     if device.type != "cpu" or not meminfo.exists():
         return None

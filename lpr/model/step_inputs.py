@@ -29,7 +29,7 @@ class GemmRows:
     num_threads: int | None  # torch's number of threads for which this holds; None: any
     multiple: int = 1  # M of a step is a multiple of this
     head_multiple: int = 1  # the number of logits rows is a multiple of this
-    bits: int = 0  # A digest of the tested products' bits, which differs between machines with different kernels
+    bits: int = 0  # a digest of the tested products' bits, which differs between machines with different kernels
 
 
 class Row:
@@ -160,15 +160,13 @@ class StepInputs:
         """The value of `make`, called for the first layer only."""
         if key not in self.made:
             self.made[key] = make()
-        found: T = self.made[key]
-        return found
+        return self.made[key]
 
     def once_per_mask(self, mask: torch.Tensor, make: Callable[[], T]) -> T:
         """The value of `make`, called for the first layer only; all layers of a kind share `mask`."""
         if id(mask) not in self.made_of_masks:
             self.made_of_masks[id(mask)] = (mask, make())
-        made: T = self.made_of_masks[id(mask)][1]
-        return made
+        return self.made_of_masks[id(mask)][1]
 
     @property
     def packed(self) -> bool:

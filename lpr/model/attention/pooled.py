@@ -66,8 +66,7 @@ class Pools:
 
     @classmethod
     def of(cls, step: StepInputs, size: int, reach: int) -> Pools:
-        made: Pools = step.once(("pools", size, reach), lambda: cls(step, size, reach))
-        return made
+        return step.once(("pools", size, reach), lambda: cls(step, size, reach))
 
     def pooled(self, cache: Any, layer: int, first: int, inputs: Tensor, make: Make) -> Tensor:
         """All pools [B, M, D] of `inputs` [B, T, E] and of earlier tokens; the cache stores inputs and pools."""
@@ -115,8 +114,7 @@ def _select_by_mean(
     def make(windows: Tensor, present: Tensor, starts: Tensor) -> Tensor:
         mean = indexer.k_layernorm(windows.float().mean(2).to(keys.dtype))[:, :, None]
         cos, sin = (each.gather(1, starts[..., None].expand(-1, -1, each.shape[2])) for each in positions)
-        rotated: Tensor = rotate(mean, cos=cos, sin=sin, unsqueeze_dim=2)
-        return rotated[:, :, 0]
+        return rotate(mean, cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0]
 
     pools = Pools.of(step, indexer.compress_ratio, indexer.compress_ratio)
     pooled = pools.pooled(cache, indexer.layer_idx, 0, keys, make)
@@ -169,8 +167,7 @@ def _compressed(module: Any, step: StepInputs, hidden_states: Tensor, cache: Any
             values, gate = values * present[..., None], gate.masked_fill(~present[..., None], float("-inf"))
         pool = module.kv_norm((values * gate.softmax(2, dtype=torch.float32).to(values.dtype)).sum(2))
         angles = module.rotary_emb(pool, position_ids=starts, layer_type=module.rope_layer_type)
-        rotated: Tensor = _rotate_of(module)(pool[:, None], *angles)
-        return rotated[:, 0]
+        return _rotate_of(module)(pool[:, None], *angles)[:, 0]
 
     return _pools_of(module, step).pooled(cache, layer, first, inputs, make)
 
@@ -186,8 +183,7 @@ def _compress(
     """As DeepseekV4HCACompressor.forward and DeepseekV4CSACompressor.forward: keys [B, 1, M, D], bias [B, 1, T, M]."""
     step, (cache, layer) = current_step(), rest
     if step is None:
-        both: tuple[Tensor, Tensor] = stock(hidden_states, q_residual, positions, *rest)
-        return both
+        return stock(hidden_states, q_residual, positions, *rest)
     keys, seen = _compressed(module, step, hidden_states, cache, layer, 2), _pools_of(module, step).seen
     if hasattr(module, "indexer"):
         seen = module.indexer(hidden_states, q_residual, positions, *rest)
@@ -200,8 +196,7 @@ def _select_compressed(
     """As DeepseekV4Indexer.forward, but bool [B, T, M]."""
     step, (cache, layer) = current_step(), rest
     if step is None:
-        found: Tensor = stock(hidden_states, q_residual, positions, *rest)
-        return found
+        return stock(hidden_states, q_residual, positions, *rest)
     keys = _compressed(indexer, step, hidden_states, cache, layer, 0)
     angles = indexer.rotary_emb(hidden_states, position_ids=positions, layer_type=indexer.rope_layer_type)
     queries = indexer.q_b_proj(q_residual).unflatten(2, (-1, indexer.head_dim)).transpose(1, 2)

@@ -26,13 +26,11 @@ class LaidOut(Pack):
         return int(self.packed.num_bytes)
 
     def multiply(self, given: Tensor) -> Tensor:
-        product: Tensor = self.packed.multiply(given, self.bias)
-        return product
+        return self.packed.multiply(given, self.bias)
 
     def weight_of(self, place: int) -> Tensor:
         """The weight [outputs, inputs] of a member, unpacked."""
-        dense: Tensor = self.packed.to_dense(self.dtype)
-        return dense.split(self.sizes)[place]
+        return self.packed.to_dense(self.dtype).split(self.sizes)[place]
 
 
 class Prepacked(LaidOut):

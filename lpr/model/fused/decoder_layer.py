@@ -89,8 +89,7 @@ class DecoderLayer:
         if not in_step() or position_embeddings is None or cache is None:
             kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
             kwargs[self.cache_argument] = cache
-            found: Tensor = self.plain(hidden_states, position_embeddings=position_embeddings, **kwargs)
-            return found
+            return self.plain(hidden_states, position_embeddings=position_embeddings, **kwargs)
         attention, step = self.attention, current_step()
         assert step is not None
         if self.follows and attention.layer_idx <= step.computed:

@@ -54,8 +54,7 @@ def _kernels() -> Any:
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, weighing: int, added: Tensor | None = None) -> Tensor:
     """The norm of `states` [..., D], contiguous; with `added`, `states` becomes the sum of both first, in place."""
     if states.is_cuda:
-        found: Tensor = _kernels().rms_norm(states, weight, epsilon, weighing, added)
-        return found
+        return _kernels().rms_norm(states, weight, epsilon, weighing, added)
     out = torch.empty_like(states)
     width = weight.shape[0]
     count = states.numel() // width
@@ -102,8 +101,7 @@ def rotate(states: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> None:
 def gate(states: Tensor, activation: int) -> Tensor:
     """activation(states[..., :D]) * states[..., D:] of `states` [..., 2 * D], contiguous: [..., D]."""
     if states.is_cuda:
-        found: Tensor = _kernels().gate(states, activation)
-        return found
+        return _kernels().gate(states, activation)
     width = states.shape[-1] // 2
     out = states.new_empty(*states.shape[:-1], width)
     assert native.gate is not None

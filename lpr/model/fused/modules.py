@@ -33,8 +33,7 @@ class Norm:
 
     def __call__(self, states: Tensor) -> Tensor:
         if not in_step() or states.dtype is not self.weight.dtype:
-            found: Tensor = self.plain(states)
-            return found
+            return self.plain(states)
         return self.of(states.contiguous())
 
     def of(self, states: Tensor, added: Tensor | None = None) -> Tensor:
@@ -63,8 +62,7 @@ class GatedMlp:
     activation: int
 
     def __call__(self, states: Tensor) -> Tensor:
-        found: Tensor = self.of(states) if in_step() else self.plain(states)
-        return found
+        return self.of(states) if in_step() else self.plain(states)
 
     def of(self, states: Tensor) -> Tensor:
         return self.down.multiply(gate(self.gate_up.multiply(states), self.activation))

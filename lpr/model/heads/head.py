@@ -46,8 +46,7 @@ class DraftHead(nn.Module):
         """g [R, N, H] (lpr.model.heads.forms) of the embeddings and hidden states [R, N, H] of a chain or tree."""
         parts = [self.embedding_norm(embeddings), self.hidden_norm(hidden)]
         joined = self.join(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
-        done: Tensor = self.block(inputs_embeds=joined, **kwargs).last_hidden_state
-        return done
+        return self.block(inputs_embeds=joined, **kwargs).last_hidden_state
 
     def set_attention(self, name: str) -> None:
         """Switch to the attention that the model uses."""
@@ -56,5 +55,4 @@ class DraftHead(nn.Module):
     def step(self, embeddings: Tensor, hidden: Tensor, inputs: StepInputs) -> Tensor:
         """`forward` over the entries of `inputs`; writes their K/V to the cache."""
         given: Any = {"position_ids": inputs.positions, "use_cache": True, **passed(inputs.cache, self.block)}
-        done: Tensor = in_step(inputs, self, embeddings, hidden, **given)
-        return done
+        return in_step(inputs, self, embeddings, hidden, **given)

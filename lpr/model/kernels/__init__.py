@@ -27,8 +27,7 @@ def jit(numbers: Sequence[str] = (), addresses: Sequence[str] = ()) -> Callable[
     """
     import triton
 
-    made: Callable[[Any], Any] = triton.jit(do_not_specialize=[*numbers], do_not_specialize_on_alignment=[*addresses])
-    return made
+    return triton.jit(do_not_specialize=[*numbers], do_not_specialize_on_alignment=[*addresses])
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:

@@ -284,8 +284,7 @@ def share_reading(config: Any, share: Share) -> None:
 
 def reading_of(config: Any) -> Reading | None:
     given = getattr(config, "quantization_config", None)
-    found: Reading | None = given.get("reading") if isinstance(given, dict) else None
-    return found
+    return given.get("reading") if isinstance(given, dict) else None
 
 
 def end_reading(model: Any, given: dict[str, Any] | None) -> None:

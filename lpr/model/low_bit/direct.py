@@ -141,11 +141,10 @@ class Direct:
         slot, num_cached, *rest = place
         count = LONGEST + len(rules[1])
         tables = self._cosines_and_sines(torch.arange(num_cached, num_cached + count)[None])
-        found: list[MadePass] = self.run.call.make_passes(
+        return self.run.call.make_passes(
             self._ends(), cache.tables, (slot, cache.page_size, num_cached, *rest), text, choice, rules,
             *(each.data_ptr() for each in tables), *self._cache(cache), self.likely.panels, team_size(),
         )  # fmt: skip
-        return found
 
     def _cosines_and_sines(self, positions: Tensor) -> list[Tensor]:
         return [each.contiguous() for each in self.rotary(self.embeddings, position_ids=positions)]

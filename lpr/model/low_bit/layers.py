@@ -49,8 +49,7 @@ class CodedLinear(nn.Linear):
             has_kernel(self.coding, self.weight.device)
             and given.numel() <= _kernels().MOST_ROWS * self.coding.num_inputs
         ):
-            found: Tensor = _kernels().multiply(self.coding, self.weight, given, bias)
-            return found
+            return _kernels().multiply(self.coding, self.weight, given, bias)
         return F.linear(given, self.coding.to_dense(self.weight, input.dtype), bias)
 
     def dense(self) -> Tensor:

@@ -27,8 +27,7 @@ def _convolve(layer: nn.Conv1d, stock: Callable[..., Tensor], padded: Tensor) ->
     if step is None:
         return stock(padded)
     x, weight = padded[..., padded.shape[2] - step.tokens.shape[1] :], layer.weight.squeeze(1)
-    out: Tensor = step.cache.states.convolve(x, weight, layer.bias, lambda found: found, layer.dilation[0])
-    return out
+    return step.cache.states.convolve(x, weight, layer.bias, lambda found: found, layer.dilation[0])
 
 
 def _embed(layer: Any, stock: Callable[..., Tensor], input_ids: Tensor, cache: Any) -> Tensor:

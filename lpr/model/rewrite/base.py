@@ -149,8 +149,7 @@ class WrappedForward(EachModule):
 
 def done_to(model: nn.Module) -> dict[str, list[str]]:
     """By rewrite name, the names of the modules that it has changed."""
-    found: dict[str, list[str]] = vars(model).setdefault("_lpr_rewrites", {})
-    return found
+    return vars(model).setdefault("_lpr_rewrites", {})
 
 
 def carry_out(rewrite: Rewrite, model: nn.Module, setting: Setting) -> list[str]:
