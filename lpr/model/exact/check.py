@@ -128,7 +128,8 @@ def _products(model: nn.Module) -> Iterator[tuple[str, Size, Product, int]]:
         for kind, has_bias, size in _kinds(name, module):
             if (kind, has_bias, size) not in known:
                 known.add((kind, has_bias, size))
-                products = {"conv": _conv1d, "plain": _linear if has_bias else _linear_alone, "narrow": narrow_product}
+                plain = _linear if has_bias else _linear_alone
+                products: dict[str, Product] = {"conv": _conv1d, "plain": plain, "narrow": narrow_product}
                 product = _packed(has_bias) if kind == "packed" else products[kind]
                 yield name, size, product, MOST_LOGITS if module is head else _MOST_ROWS
 

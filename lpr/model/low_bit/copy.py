@@ -67,7 +67,8 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
     num_bytes, head = 0, twin.get_output_embeddings()
     for module in list(twin.modules()):
         if can_round_experts(module):
-            weights = {name: module._parameters.pop(name).detach() for name in (_first_of(module), "down_proj")}
+            held: Any = module._parameters
+            weights = {name: held.pop(name).detach() for name in (_first_of(module), "down_proj")}
             packs = {
                 name: [LowBitPack(each, None, [len(each)], form) for each in found] for name, found in weights.items()
             }

@@ -62,11 +62,13 @@ class KernelStep:
         self.advances.append(advance)
         return out
 
-    def selective(self, states: States, x: Tensor, steps: Tensor, rates: Tensor, *given: Tensor, **how: Any) -> Tensor:
+    def selective(
+        self, states: States, x: Tensor, steps: Tensor, rates: Tensor, keys: Tensor, queries: Tensor, **how: Any
+    ) -> Tensor:
         """As `selective_scan` of the kernels."""
         site, tensor = states.of_scan(rates.shape, rates.device)
-        memory = states.memory(site, rates.device)
-        out, advance = scan_kernel.selective_scan(x, steps, rates, *given, tensor, self.places, memory, **how)
+        given = x, steps, rates, keys, queries, tensor, self.places, states.memory(site, rates.device)
+        out, advance = scan_kernel.selective_scan(*given, **how)
         self.advances.append(advance)
         return out
 

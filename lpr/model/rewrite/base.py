@@ -135,7 +135,7 @@ class NewForward(EachModule):
         """Restore the forwards of all modules that it has changed."""
         modules = dict(model.named_modules())
         for name in done_to(model).pop(self.name):
-            vars(modules[name]).pop("forward", None)
+            modules[name].__dict__.pop("forward", None)
 
 
 class WrappedForward(EachModule):
