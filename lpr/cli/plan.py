@@ -22,16 +22,7 @@ from lpr.model.reserve import CONTEXT, MemoryNeeds
 from lpr.model.rewrite.table import dry_run
 from lpr.planner.facts import DTYPE_SIZES, ModelFacts, Planned, facts_of, measured_values, preset_names, resolve
 from lpr.planner.footprint import Footprint, Mesh, copy_bytes, footprint, meshes, requests_at_once, step_launches
-from lpr.planner.hardware import (
-    DEFAULT_GPU,
-    GIB,
-    GPUS,
-    LINKS,
-    Network,
-    gpu_named,
-    parse_bandwidth,
-    parse_size,
-)
+from lpr.planner.hardware import DEFAULT_GPU, GIB, GPUS, LINKS, Network, gpu_named, parse_bandwidth, parse_size
 from lpr.planner.prediction import Machine, Prediction, Setting, advantage, predict, read_measured
 from lpr.planner.roles import Compared, compare
 
