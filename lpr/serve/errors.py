@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -74,14 +75,6 @@ class ApiError(Exception):
         self.retry_after = RETRY_AFTER if retry_after is None and self.status == 503 else retry_after
         self.shown_code = SHOWN.get(code, code.value)  # `code` in the body
 
-    def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """This error with fields renamed by `names`, for a body with other field names."""
-        for name, other in names.items():
-            if self.param is not None and (self.param + ".").startswith(name + "."):
-                message = self.message.replace(name, other, 1)
-                return ApiError(self.code, message, other + self.param[len(name) :], self.retry_after)
-        return self
-
     def body(self) -> dict[str, Any]:
         return error_body(self.status, self.message, self.param, self.shown_code)
 
@@ -92,6 +85,19 @@ class ApiError(Exception):
         is_anthropic = path.startswith("/v1/messages")
         body = anthropic_error(self.status, self.message) if is_anthropic else self.body()
         return JSONResponse(body, self.status, headers)
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Context: errors of fields get the names that these have in the client's body, by `names`."""
+    try:
+        yield
+    except ApiError as failure:
+        for name, other in names.items():
+            if failure.param is not None and f"{failure.param}.".startswith(f"{name}."):
+                message, param = failure.message.replace(name, other, 1), other + failure.param[len(name) :]
+                raise ApiError(failure.code, message, param, failure.retry_after) from failure
+        raise
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -39,13 +39,9 @@ class Form:
         """Events before the first step."""
         return ()
 
-    def step(self, each: Event, choices: Sequence[Choice]) -> Any:
-        """The event of one step of one choice."""
-        raise NotImplementedError
-
     def steps(self, each: Event, choices: Sequence[Choice]) -> Iterable[Any]:
         """The events of one step of one choice: none, one or several."""
-        return (self.step(each, choices),)
+        raise NotImplementedError
 
     def end(self, choices: Sequence[Choice]) -> Iterable[Any]:
         """Events after the last step."""
@@ -89,8 +85,8 @@ class OpenAIForm(Form):
         body = {**self.head, "choices": self.choices(choices), "usage": self._usage(choices)}
         return {**body, **_metrics(choices), **self.extras(choices)}
 
-    def step(self, each: Event, choices: Sequence[Choice]) -> dict[str, Any]:
-        return self.event(self.delta(each), choices if self._options.continuous_usage_stats else None)
+    def steps(self, each: Event, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+        yield self.event(self.delta(each), choices if self._options.continuous_usage_stats else None)
 
     def end(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         if self._options.include_usage:

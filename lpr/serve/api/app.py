@@ -18,7 +18,7 @@ from lpr.protocol import ErrorCode
 from lpr.serve.api import adapters, chat, completions, infill, info, messages, responses
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Guard, Keys
-from lpr.serve.api.parsing import Parser, kinds_of
+from lpr.serve.api.parsing import kinds_of, parser
 from lpr.serve.errors import ApiError, error_body, from_validation
 from lpr.serve.generation import DisconnectedError
 from lpr.serve.options import ServeArgs
@@ -47,27 +47,24 @@ def build(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIAp
         routers.append(adapters.router)
     if args.metrics_port is None:
         routers.append(info.measuring)
-    parser = Parser(context.checks, kinds_of(routers), context.names_prefix)
-    guarded: ASGIApp = Guard(_app(context, routers), args, keys, replica, context.metrics, parser.parse)
-    if args.cors:
-        guarded = CORSMiddleware(
-            guarded,
-            allow_origins=list(args.cors),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-LPR-Replica", "X-LPR-Prefix", "Retry-After"],
-        )
-    return guarded
+    guarded = _guarded(context, args, keys, replica, routers)
+    if not args.cors:
+        return guarded
+    return CORSMiddleware(
+        guarded,
+        allow_origins=list(args.cors),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "X-LPR-Replica", "X-LPR-Prefix", "Retry-After"],
+    )
 
 
 def build_metrics(context: Context, args: ServeArgs, keys: Keys, replica: str) -> ASGIApp:
     """The application of --metrics-port: metrics and health."""
-    routers = [info.health, info.measuring]
-    parser = Parser(context.checks, {}, False)
-    return Guard(_app(context, routers), args, keys, replica, context.metrics, parser.parse)
+    return _guarded(context, args, keys, replica, [info.health, info.measuring])
 
 
-def _app(context: Context, routers: Sequence[APIRouter]) -> FastAPI:
+def _guarded(context: Context, args: ServeArgs, keys: Keys, replica: str, routers: Sequence[APIRouter]) -> ASGIApp:
     # Pages that show the schema load scripts from a CDN; the schema itself is at /openapi.json.
     about = "Exact completions in fewer steps."
     app = FastAPI(title="lpr", version=lpr.__version__, description=about, docs_url=None, redoc_url=None)
@@ -78,7 +75,8 @@ def _app(context: Context, routers: Sequence[APIRouter]) -> FastAPI:
         app.include_router(router, dependencies=[bearer], responses={"default": error})
     for kind in (ApiError, DisconnectedError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
-    return app
+    parse = parser(context.checks, kinds_of(routers), context.names_prefix)
+    return Guard(app, args, keys, replica, context.metrics, parse)
 
 
 async def _answer_error(request: Request, failure: Exception) -> Response:

@@ -8,23 +8,23 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from lpr.protocol import ErrorCode, Submit, TokenLogprobs
+from lpr.protocol import Chunk, ErrorCode, Submit
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.context import STREAM, Context, aside, begin, context_of, is_long, key_name, unless_gone
 from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.api.replying import Reply
-from lpr.serve.bodies.completions import ChatBody, ResponseFormat, Sampling, TokenizeBody
+from lpr.serve.bodies.completions import ChatBody, Sampling, TokenizeBody
 from lpr.serve.bodies.fields import Body
 from lpr.serve.bodies.packed import pack
 from lpr.serve.checks import chat_of
-from lpr.serve.errors import ApiError, bad
+from lpr.serve.errors import ApiError, bad, renaming
 from lpr.serve.generation import Choice, Event
 from lpr.serve.sandbox import ExhaustedError
 from lpr.serve.text.conversation import check_templates, is_simple, prompt_of
 from lpr.serve.text.replies import PLAIN, Replies
 from lpr.serve.text.scanner import Piece
 from lpr.serve.text.served import Served, spread
-from lpr.serve.text.tokens import LONG, Tokens
+from lpr.serve.text.tokens import LONG
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -46,42 +46,28 @@ async def prepare(
 
     `ceiling` is a maximum number of output tokens, reduced to what fits.
     """
-    try:
-        return await _prepared(request, context, served, body, ceiling)
-    except ApiError as failure:
-        raise failure.renamed(body.places) from failure
-
-
-async def _prepared(
-    request: Request, context: Context, served: Served, body: ChatBody, ceiling: int | None
-) -> tuple[list[Submit], Replies]:
-    text = await chat_text(request, served, body)
-    replies = served.replies(body, text)
-    ids = await _encoded(request, served, text, body)
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    if body.n_predict is not None and body.n_predict >= 0:
-        most = max(1, body.n_predict)
-    more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
-    context.service.check_room(body.n or 1, len(ids) * (body.n or 1))
-    if ceiling is not None:
-        most = min(ceiling, served.most(len(ids)))
-    room = served.room(body, len(ids), most)
-    held = replies.grammar(served.tokens, _schema(body.response_format))
-    more["grammar"] = await context.grammar(request, body.response_format, held, replies.tools)
-    if replies.shows_special(served.tokens):
-        more["skip_special_tokens"] = False
-    params = served.params(body, room, **more)
-    prediction = await aside(request, served.prediction, body, text)
-    wanted = Submit.of(ids, params, served.delivered(body, params), prediction=prediction)
-    return spread(wanted, body.n or 1), replies
-
-
-def _schema(format: ResponseFormat | None) -> Any:
-    """The JSON schema of a text; None if it has none."""
-    if format is None or format.type not in ("json_object", "json_schema"):
-        return None
-    schema = format.json_schema.schema_ if format.json_schema is not None else None
-    return schema if schema is not None else {"type": "object"}
+    with renaming(body.places):
+        text = await chat_text(request, served, body)
+        replies = served.replies(body, text)
+        ids = await _encoded(request, served, text, body)
+        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        if body.n_predict is not None and body.n_predict >= 0:
+            most = max(1, body.n_predict)
+        more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
+        context.service.check_room(body.n or 1, len(ids) * (body.n or 1))
+        if ceiling is not None:
+            most = min(ceiling, served.most(len(ids)))
+        room = served.room(body, len(ids), most)
+        held = replies.grammar(
+            served.tokens, body.response_format.text_schema if body.response_format is not None else None
+        )
+        more["grammar"] = await context.grammar(request, body.response_format, held, replies.tools)
+        if replies.shows_special(served.tokens):
+            more["skip_special_tokens"] = False
+        params = served.params(body, room, **more)
+        prediction = await aside(request, served.prediction, body, text)
+        wanted = Submit.of(ids, params, served.delivered(body, params), prediction=prediction)
+        return spread(wanted, body.n or 1), replies
 
 
 async def chat_ids(request: Request, served: Served, body: ChatBody | TokenizeBody) -> list[int]:
@@ -164,17 +150,12 @@ class _ChatForm(OpenAIForm):
         return {**prompt, **super().extras(choices)}
 
     def choices(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
-        return [
-            self.shown(
-                choice.index,
-                {"message": self._message(choice)},
-                self._logprobs(choice.token_ids, choice),
-                choice,
-                token_ids=choice.token_ids,
-                sources=choice.sources,
-            )
-            for choice in choices
-        ]
+        shown = []
+        for choice in choices:
+            content, logprobs = {"message": self._message(choice)}, self._logprobs(choice.token_ids, choice)
+            more = {"token_ids": choice.token_ids, "sources": choice.sources}
+            shown.append(self.shown(choice.index, content, logprobs, choice, **more))
+        return shown
 
     def begin(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         for choice in choices:
@@ -228,22 +209,15 @@ class _ChatForm(OpenAIForm):
     def _content(self, text: str) -> str:
         return "" if self._is_silent else text
 
-    def _logprobs(self, ids: Sequence[int], found: Any) -> dict[str, Any] | None:
-        return (
-            None if self._num_top is None else _logprobs(self.served.tokens, ids, found.logprobs or [], self._num_top)
-        )
+    def _logprobs(self, ids: Sequence[int], found: Choice | Chunk) -> dict[str, Any] | None:
+        if self._num_top is None:
+            return None
+        content = []
+        for token, each in zip(ids, found.logprobs or [], strict=True):
+            top = [self._token(*other) for other in each.top[: self._num_top]]
+            content.append({**self._token(token, each.logprob), "top_logprobs": top})
+        return {"content": content}
 
-
-def _logprobs(tokens: Tokens, ids: Sequence[int], found: Sequence[TokenLogprobs], num_top: int) -> dict[str, list[Any]]:
-    """Log-probabilities in the shape of chats, with the `num_top` most likely tokens."""
-    return {
-        "content": [
-            _token(tokens, token, each.logprob)
-            | {"top_logprobs": [_token(tokens, other, value) for other, value in each.top[:num_top]]}
-            for token, each in zip(ids, found, strict=True)
-        ]
-    }
-
-
-def _token(tokens: Tokens, token: int, logprob: float) -> dict[str, Any]:
-    return {"token": tokens.text_of(token), "logprob": logprob, "bytes": list(tokens.bytes_of(token))}
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        tokens = self.served.tokens
+        return {"token": tokens.text_of(token), "logprob": logprob, "bytes": list(tokens.bytes_of(token))}

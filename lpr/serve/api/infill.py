@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -136,12 +136,12 @@ class _InfillForm(Form):
         answers = [_selected(self._finished(choice), self.fields) for choice in choices]
         return answers[0] if len(answers) == 1 else answers
 
-    def step(self, each: Event, choices: Sequence[Choice]) -> dict[str, Any]:
-        choice = each.choice
-        content = "" if self.body.n_predict == 0 else each.text
+    def steps(self, each: Event, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+        choice, content = each.choice, "" if self.body.n_predict == 0 else each.text
         if choice.finish_reason is None:
-            return {"index": choice.index, "content": content, "stop": False}
-        return _selected({**self._finished(choice), "content": content}, self.fields)
+            yield {"index": choice.index, "content": content, "stop": False}
+        else:
+            yield _selected({**self._finished(choice), "content": content}, self.fields)
 
     def _finished(self, choice: Choice) -> dict[str, Any]:
         job, usage = choice.job, choice.usage

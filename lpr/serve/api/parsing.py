@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope
 
 from lpr.protocol import ErrorCode
 from lpr.serve.api.context import unless_gone
+from lpr.serve.api.middleware import Parse
 from lpr.serve.bodies.fields import Body
 from lpr.serve.bodies.packed import unpack
 from lpr.serve.checks import read_json
@@ -20,34 +21,29 @@ from lpr.serve.sandbox import ExhaustedError, Sandbox
 from lpr.serve.text.tokens import LONG
 
 
-class Parser:
-    def __init__(self, sandbox: Sandbox, kinds: Mapping[str, str], has_keys: bool) -> None:
-        """`kinds` maps paths to class names of lpr.serve.bodies; `sandbox` runs the tasks of `checks`.
+def parser(sandbox: Sandbox, kinds: Mapping[str, str], has_keys: bool) -> Parse:
+    """`kinds` maps paths to class names of lpr.serve.bodies; `sandbox` runs the tasks of `checks`.
 
-        With `has_keys`, answers have the keys of their prompt's prefix in a header, for routers.
-        """
-        self._sandbox = sandbox
-        self._kinds = kinds
-        self._has_keys = has_keys
+    With `has_keys`, answers have the keys of their prompt's prefix in a header, for routers.
+    """
 
-    async def parse(self, scope: Scope, body: bytes, receive: Receive) -> None:
+    async def parse(scope: Scope, body: bytes, receive: Receive) -> None:
         """Store a body for JsonRequest. Raises ApiError, and DisconnectedError if the client disconnects."""
-        kind, state = self._kinds.get(scope["path"].removeprefix(scope.get("root_path", ""))), scope["state"]
+        kind, state = kinds.get(scope["path"].removeprefix(scope.get("root_path", ""))), scope["state"]
         if kind is None or not body:
             return
         state["size"] = len(body)
         if len(body) <= LONG:
             state["json"] = read_json(body)
             return
-        checking = self._sandbox.run(
-            "check_body", kind, body, self._has_keys, key=state.get("key_name", ""), size=len(body)
-        )
+        checking = sandbox.run("check_body", kind, body, has_keys, key=state.get("key_name", ""), size=len(body))
         try:
             packed = await unless_gone(receive, checking)
         except ExhaustedError as failure:
             raise ApiError(ErrorCode.INVALID_VALUE, f"the body cannot be checked: it needs {failure}") from failure
-        (state["json"], *rendered), state["prefix_keys"] = unpack(packed)
-        state["rendered"] = rendered
+        (state["json"], *state["rendered"]), state["prefix_keys"] = unpack(packed)
+
+    return parse
 
 
 class JsonRequest(Request):

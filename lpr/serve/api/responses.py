@@ -15,7 +15,7 @@ from lpr.serve.api.chat import chat_asked, prepare
 from lpr.serve.api.context import STREAM, begin
 from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.bodies.responses import Format, Reasoning, ResponsesBody, TextOptions, WebSearch
-from lpr.serve.errors import ApiError
+from lpr.serve.errors import ApiError, renaming
 from lpr.serve.generation import Choice
 from lpr.serve.text.replies import Replies
 from lpr.serve.text.served import Served
@@ -35,10 +35,8 @@ async def respond(body: ResponsesBody, request: Request) -> Response:
     """Write the next items of a conversation."""
     context, served = await begin(request, body.user)
     chat = chat_asked(request, body)
-    try:
+    with renaming(_OWN_NAMES):
         wanted, replies = await prepare(request, context, served, chat)
-    except ApiError as failure:
-        raise failure.renamed(_OWN_NAMES) from failure
     name = context.name(request, "resp", body.request_id)
     form = _ResponseForm(served, replies, wanted[0], body, name)
     return await answer(context, request, name, context.generation(request, chat, wanted), form, body.stream)

@@ -73,6 +73,14 @@ class ResponseFormat(Body):
                 raise ValueError(f'the field {name} does not go with type "{self.type}"')
         return self
 
+    @property
+    def text_schema(self) -> Any:
+        """The JSON schema of the text; None if it has none."""
+        if self.type not in ("json_object", "json_schema"):
+            return None
+        schema = self.json_schema.schema_ if self.json_schema is not None else None
+        return schema if schema is not None else {"type": "object"}
+
 
 class TextPart(Body):
     """A part of a content."""

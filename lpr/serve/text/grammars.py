@@ -48,7 +48,10 @@ class Grammars:
 
         Raises ApiError for one that cannot be used, and if llguidance is not installed.
         """
-        return await self._checked("response_format." + _PARAMS.get(wanted.type, "type"), *_source(wanted), key)
+        kind, text = wanted.type, wanted.regex or wanted.grammar or ""
+        if wanted.text_schema is not None:
+            kind, text = "json_schema", json.dumps(wanted.text_schema, separators=(",", ":"))
+        return await self._checked("response_format." + _PARAMS.get(wanted.type, "type"), kind, text, key)
 
     async def held(self, lark: str, schemas: Mapping[str, Any], key: str = "") -> str:
         """As `compiled`, for lpr's grammar of tool calls.
@@ -110,15 +113,6 @@ class Grammars:
         if len(self._known) > MOST_KEPT:
             self._known.popitem(last=False)
         return verdict
-
-
-def _source(wanted: ResponseFormat) -> tuple[str, str]:
-    if wanted.type == "regex":
-        return "regex", wanted.regex or ""
-    if wanted.type == "grammar":
-        return "grammar", wanted.grammar or ""
-    schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
-    return "json_schema", json.dumps(schema if schema is not None else {"type": "object"}, separators=(",", ":"))
 
 
 def _too_large(kind: str, text: str) -> str:

@@ -17,10 +17,9 @@ from lpr.serve.bodies.fields import SAMPLER_LETTERS
 from lpr.serve.errors import ApiError, bad, too_long
 from lpr.serve.messages import Facts
 from lpr.serve.text.calls import NAMES, Thoughts
-from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates, render_prompt
-from lpr.serve.text.conversation import conversation
+from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates
 from lpr.serve.text.fim import Filler, filler
-from lpr.serve.text.fitting import Plain, text_of
+from lpr.serve.text.fitting import text_of
 from lpr.serve.text.replies import Family, Replies
 from lpr.serve.text.tokens import Tokens
 from lpr.serve.text.windows import window_of
@@ -66,7 +65,7 @@ class Served:
         """Names of the adapters that there are now."""
         self.created = int(time.time())
         self.tokens = Tokens(facts.tokenizer)
-        self.filler: Filler | None = filler(self.tokens, fim) if fim != "none" else None
+        self.filler = filler(self.tokens, fim) if fim != "none" else None
         if self.filler is None and fim not in ("auto", "none"):
             raise InputError(f"--fim {fim}: the tokenizer of {facts.model!r} lacks this family's tokens")
         templates = {"default": chat_template} if chat_template is not None else facts.chat_templates
@@ -116,14 +115,6 @@ class Served:
     def most_characters(self) -> int:
         lengths = self.tokens.lengths
         return MOST_RENDERED if lengths is None else limits.CONTEXT.most * lengths.longest * self.facts.max_length
-
-    def conversation(self, body: ChatBody | TokenizeBody) -> tuple[list[Plain], dict[str, Any]]:
-        """The messages and variables for the model's template; raises ApiError."""
-        return conversation(self.templates, body)
-
-    def chat_text(self, messages: Sequence[Plain], variables: Mapping[str, Any]) -> str:
-        """The text of a conversation; raises ApiError if the model's template refuses it, or if it is too long."""
-        return render_prompt(self.templates, messages, variables, self.most_characters)
 
     def replies(self, body: ChatBody, prompt: str) -> Replies:
         """The parser settings of a conversation's replies; raises ApiError for unsupported tools."""
@@ -199,10 +190,8 @@ class Served:
             **more,
         }
         if body.n_predict != 0:  # else nothing of the text is shown
-            used = samplers_of(body.samplers)
-            values |= {
-                name: value for kind, neutral in _NEUTRAL.items() if kind not in used for name, value in neutral.items()
-            }
+            for kind in _NEUTRAL.keys() - samplers_of(body.samplers):
+                values |= _NEUTRAL[kind]
         values["top_k"] = max(0, values.get("top_k", 0))
         self.check_ids(values["stop_token_ids"], "stop_token_ids")
         return sampling(values)
@@ -244,12 +233,10 @@ class Served:
         return most
 
     def _bias(self, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
-        pairs = []
-        for name, value in bias.items():
+        for name in bias:
             if not name.isdecimal() or len(name) > _DIGITS or int(name) >= self.facts.vocab_size:
                 raise bad("logit_bias", f"logit_bias: {name[:40]!r} is no token id of this model")
-            pairs.append((int(name), value))
-        return tuple(sorted(pairs))
+        return tuple(sorted((int(name), value) for name, value in bias.items()))
 
 
 def sampling(values: dict[str, Any]) -> SamplingParams:
@@ -271,9 +258,8 @@ def samplers_of(given: Sequence[str] | None) -> set[str]:
     """The samplers that llama.cpp's `samplers` name; raises ApiError for those that are not known."""
     used = set(_NEUTRAL if given is None else given)
     for name in used - _NEUTRAL.keys() - _UNUSED:
-        raise bad(
-            "samplers", f"samplers: {name!r} is not supported; {', '.join(sorted(_NEUTRAL.keys() | _UNUSED))} are"
-        )
+        known = ", ".join(sorted(_NEUTRAL.keys() | _UNUSED))
+        raise bad("samplers", f"samplers: {name!r} is not supported; {known} are")
     return used
 
 
