@@ -13,14 +13,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-Auto = Literal["auto"]
-"""A size that follows from measured step times and from the acceptance of drafts."""
-Whole = Annotated[int, Meta(ge=0, lt=2**31)]
-"""A whole number that ranks can send each other and native code takes."""
+Auto = Literal["auto"]  # a size that follows from measured step times and from the acceptance of drafts
+Whole = Annotated[int, Meta(ge=0, lt=2**31)]  # a whole number that ranks can send each other and native code takes
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63))]
-LEAST, MOST = 1e-38, 1e38
-"""Logits are float32, and so is what changes them: beyond these it would be 0 or infinite."""
+LEAST, MOST = 1e-38, 1e38  # logits are float32, and so is what changes them: beyond these it would be 0 or infinite
 Finite = Annotated[float, Meta(ge=-MOST, le=MOST)]
 NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
 Positive = Annotated[float, Meta(ge=LEAST, le=MOST)]
@@ -28,10 +25,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
 
 
-PAGE_SIZE = 16
-"""Tokens of a page of the KV cache."""
-MAX_LOGPROBS = 20
-"""Most alternatives whose log-probabilities a request can ask for."""
+PAGE_SIZE = 16  # tokens of a page of the KV cache
+MAX_LOGPROBS = 20  # most alternatives whose log-probabilities a request can ask for
 
 
 class InputError(ValueError):
@@ -217,22 +212,14 @@ class DecodeConfig:
 class TreeSizes:
     """A DecodeConfig's sizes as numbers, for all ranks together: what the core works with."""
 
-    window_size: int = 0
-    """W; 0: no window and no pool."""
-    ngram_size: int = 5
-    """N."""
-    guess_set_size: int = 0
-    """G."""
-    trie_nodes: int = 0
-    """Nodes of drafts from tries and recycled candidates."""
-    branch_length: int = DecodeConfig.branch_length
-    """Deepest draft."""
-    num_candidates: int = DecodeConfig.num_candidates
-    """k."""
-    num_guesses: int = 0
-    """Most guesses of the model's prediction head for a draft; 0: no head runs."""
-    trie_capacity: int = DecodeConfig.trie_capacity
-    """Tokens that a trie remembers."""
+    window_size: int = 0  # W; 0: no window and no pool
+    ngram_size: int = 5  # N
+    guess_set_size: int = 0  # G
+    trie_nodes: int = 0  # nodes of drafts from tries and recycled candidates
+    branch_length: int = DecodeConfig.branch_length  # deepest draft
+    num_candidates: int = DecodeConfig.num_candidates  # k
+    num_guesses: int = 0  # most guesses of the model's prediction head for a draft; 0: no head runs
+    trie_capacity: int = DecodeConfig.trie_capacity  # tokens that a trie remembers
 
     @property
     def longest_branch(self) -> int:

@@ -66,33 +66,24 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """
 
     id: RequestId
-    token_ids: list[int]
-    """The prompt, followed by the output tokens that were delivered already."""
+    token_ids: list[int]  # the prompt, followed by the output tokens that were delivered already
     params: SamplingParams
-    num_prompt: int
-    """Length of the prompt in `token_ids`."""
-    priority: int = 0
-    """Lower is earlier (see lpr.sched.queue)."""
+    num_prompt: int  # length of the prompt in `token_ids`
+    priority: int = 0  # lower is earlier (see lpr.sched.queue)
     has_processors: bool = False
     """True if logits processors apply: they are code, so each rank submits the request itself."""
     tenant: str = ""
     """Requests share drafts and K/V with requests of the same tenant only; "" is a tenant like any other."""
     adapter: str = ""
     """Digest of the adapter whose weights apply; requests share drafts and K/V with those of the same one only."""
-    share: str = ""
-    """Requests of different shares get slots by weight (lpr.sched.fair_shares): a share is a key's name."""
-    weight: float = 1.0
-    """Of its share."""
-    learns: bool = True
-    """True if the request shares drafts with other requests of its tenant."""
-    details: bool = False
-    """True if chunks name the draft source of each token."""
-    arrived: float = 0.0
-    """Arrival in seconds, on the clock of the process that submits; -inf goes first."""
+    share: str = ""  # requests of different shares get slots by weight (lpr.sched.fair_shares): a share is a key's name
+    weight: float = 1.0  # of its share
+    learns: bool = True  # True if the request shares drafts with other requests of its tenant
+    details: bool = False  # True if chunks name the draft source of each token
+    arrived: float = 0.0  # arrival in seconds, on the clock of the process that submits; -inf goes first
     prediction: list[int] = []
     """Tokens that the output is expected to follow where it can: a draft source of this request alone."""
-    predicted: tuple[int, int] = (0, 0)
-    """Tokens drafted from the prediction so far, and those of them in the output."""
+    predicted: tuple[int, int] = (0, 0)  # tokens drafted from the prediction so far, and those of them in the output
 
     @classmethod
     def of(cls, prompt_ids: list[int], params: SamplingParams, delivered: Sequence[int] = (), **fields: Any) -> Submit:

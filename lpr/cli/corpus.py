@@ -28,8 +28,7 @@ from lpr.engine.trie_file import check_writable, fingerprint_of, num_documents, 
 from lpr.model.loader import bundled_model, load_tokenizer
 from lpr.native import SuffixIndex
 
-PIECE = 1 << 16
-"""Characters tokenised as one string, cut at the end of a line: only tokens across that cut can differ."""
+PIECE = 1 << 16  # characters tokenised as one string, cut at the end of a line: only tokens across that cut can differ
 BATCH = 1 << 20  # characters tokenised in one call
 Skip = Callable[[str], None]
 
@@ -40,18 +39,13 @@ class Args:
 
     files: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Text files, and folders that are searched for them. Each file is one document; the last ones are the newest."""
-    output: Path
-    """Folder or .safetensors file of the trie. Text is added to an existing trie."""
+    output: Path  # Folder or .safetensors file of the trie. Text is added to an existing trie.
     model: str | None = None
     """Model folder or hub id, for its tokenizer. Default: the small code model that comes with lpr."""
-    glob: str = "*"
-    """Names of the files in folders, at any depth, without hidden ones."""
-    field: str | None = None
-    """The files are JSON Lines, and this field of each line is a document."""
-    capacity: int = DecodeConfig.trie_capacity
-    """Most tokens of the trie; the oldest text is dropped first."""
-    fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Drop the text of an existing trie at --output."""
+    glob: str = "*"  # Names of the files in folders, at any depth, without hidden ones.
+    field: str | None = None  # The files are JSON Lines, and this field of each line is a document.
+    capacity: int = DecodeConfig.trie_capacity  # Most tokens of the trie; the oldest text is dropped first.
+    fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Drop the text of an existing trie at --output.
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON line to stdout instead of a sentence to stderr."""
 

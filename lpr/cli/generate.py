@@ -30,8 +30,7 @@ from lpr.model.loader import bundled_model
 
 _GROUPS = {"options": EngineOptions, "sampling": SamplingParams, "decode": DecodeConfig}
 """Fields of Args whose own fields are flags."""
-_RANK_0_SPEAKS = 10.0
-"""Seconds that the other ranks stay after bad input; the launcher ends them when rank 0 has left."""
+_RANK_0_SPEAKS = 10.0  # seconds that the other ranks stay after bad input; the launcher ends them when rank 0 has left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +40,10 @@ class Args:
     Without --prompts and --prompt, completes a built-in code prompt and compares with plain decoding.
     """
 
-    model: str | None = None
-    """Model folder or hub id. Default: the small code model that comes with lpr."""
-    prompts: Path | None = None
-    """JSONL file with a "prompt" per line."""
-    output: Path | None = None
-    """JSONL file for the completions, in the order of the prompts."""
-    prompt: str | None = None
-    """Complete this text and show it, instead of a file."""
+    model: str | None = None  # Model folder or hub id. Default: the small code model that comes with lpr.
+    prompts: Path | None = None  # JSONL file with a "prompt" per line.
+    output: Path | None = None  # JSONL file for the completions, in the order of the prompts.
+    prompt: str | None = None  # Complete this text and show it, instead of a file.
     adapter: str | None = None
     """Name of the adapter of --lora-modules that prompts are completed with; a line of --prompts may name its own, as
     "model"."""
@@ -56,22 +51,16 @@ class Args:
     """Folder or .safetensors file: draft from the outputs of earlier runs, and add those of this one."""
     trace: Path | None = None
     """HTML file that shows every step: its token tree, the nodes of each rank, the accepted path."""
-    trace_steps: int = 500
-    """Most steps that --trace shows, the first ones; a request's part in a step counts as one."""
-    config: Path | None = None
-    """TOML file with values for any of these flags; flags given here win."""
+    trace_steps: int = 500  # Most steps that --trace shows, the first ones; a request's part in a step counts as one.
+    config: Path | None = None  # TOML file with values for any of these flags; flags given here win.
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON line to stdout instead of text and tables."""
-    tp: int = 1
-    """Ranks of one replica of the model (tensor parallel): neighbours, on one machine."""
-    lp: int | None = None
-    """Replicas (lookahead parallel). Default: the number of ranks divided by tp."""
+    tp: int = 1  # Ranks of one replica of the model (tensor parallel): neighbours, on one machine.
+    lp: int | None = None  # Replicas (lookahead parallel). Default: the number of ranks divided by tp.
     survive: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Start --lp times --tp ranks on this machine, without torchrun, and continue when some are lost; for --prompts."""
-    timeout: float = 300.0
-    """Seconds that a rank waits for the others in a step before it gives up."""
-    load_timeout: float = 3600.0
-    """The same while the model is loaded, which takes long from slow storage."""
+    timeout: float = 300.0  # Seconds that a rank waits for the others in a step before it gives up.
+    load_timeout: float = 3600.0  # The same while the model is loaded, which takes long from slow storage.
     options: Annotated[EngineOptions, tyro.conf.OmitArgPrefixes] = EngineOptions()
     sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes] = SamplingParams()
     decode: Annotated[DecodeConfig, tyro.conf.OmitArgPrefixes] = DecodeConfig()

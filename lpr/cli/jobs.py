@@ -95,8 +95,7 @@ class FileJob:
     facts: dict[str, Any]  # facts of the job that each record includes
     keeping: Keeping
     as_json: bool
-    adapter: str | None = None
-    """The adapter of lines that name none."""
+    adapter: str | None = None  # the adapter of lines that name none
     takes_over: bool = False
     """True if the engine has the trie and the finished lines, because its rank ran when the driver was lost."""
 

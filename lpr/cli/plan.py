@@ -35,54 +35,33 @@ class Args:
     second are predictions (lpr.planner.prediction); they take the best of the measured drafting budgets instead.
     """
 
-    model: str | None = None
-    """A preset (--list), a folder, a config.json, a hub id, or a TOML file of configs/."""
-    gpus: int = 8
-    """GPUs of the job: lp x tp."""
-    gpu: str = DEFAULT_GPU
-    """Kind of GPU: its memory, bandwidth and arithmetic by the data sheet."""
-    gpu_memory: str | None = None
-    """Memory of a GPU, such as 80GiB, over --gpu's."""
-    bandwidth: str | None = None
-    """Memory bandwidth of a GPU, such as 2039GB/s, over --gpu's."""
-    link: str | None = None
-    """Link between the GPUs of a host (see --list), over --gpu's."""
-    network: str = "ib-hdr"
-    """Link between hosts of eight GPUs."""
+    model: str | None = None  # A preset (--list), a folder, a config.json, a hub id, or a TOML file of configs/.
+    gpus: int = 8  # GPUs of the job: lp x tp.
+    gpu: str = DEFAULT_GPU  # Kind of GPU: its memory, bandwidth and arithmetic by the data sheet.
+    gpu_memory: str | None = None  # Memory of a GPU, such as 80GiB, over --gpu's.
+    bandwidth: str | None = None  # Memory bandwidth of a GPU, such as 2039GB/s, over --gpu's.
+    link: str | None = None  # Link between the GPUs of a host (see --list), over --gpu's.
+    network: str = "ib-hdr"  # Link between hosts of eight GPUs.
     temperature: float = 0.0
     """0 is greedy. The mesh is recommended for this; the prediction for greedy or 0.8 is shown too."""
-    eager: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Launch kernels one by one, without captured graphs."""
-    context: int = 4096
-    """Longest prompt plus output, in tokens."""
-    batch: int = 1
-    """Sequences decoded in one step."""
+    eager: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Launch kernels one by one, without captured graphs.
+    context: int = 4096  # Longest prompt plus output, in tokens.
+    batch: int = 1  # Sequences decoded in one step.
     request_tokens: int = 1024
     """Prompt and output of a typical request, for the number of such requests that the KV cache holds at once."""
-    shared_tokens: int = 0
-    """Tokens that all of them begin with, whose K/V is held once."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: the checkpoint's own."""
-    kv_dtype: Literal["auto", "fp8"] = "auto"
-    """fp8: K/V in 8 bits. auto: as the model."""
-    window_size: int | None = None
-    """W. Default: the preset's, or lpr's. The same holds for the next five."""
-    ngram_size: int | None = None
-    """N."""
-    guess_set_size: int | None = None
-    """G."""
-    trie_nodes: int | None = None
-    """Node budget of the trie."""
-    branch_length: int | None = None
-    """Longest branch of a draft."""
-    prefill_chunk: int | None = None
-    """Longest pending chain evaluated in one step."""
-    list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the names of presets, GPUs and links."""
+    shared_tokens: int = 0  # Tokens that all of them begin with, whose K/V is held once.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own.
+    kv_dtype: Literal["auto", "fp8"] = "auto"  # fp8: K/V in 8 bits. auto: as the model.
+    window_size: int | None = None  # W. Default: the preset's, or lpr's. The same holds for the next five.
+    ngram_size: int | None = None  # N.
+    guess_set_size: int | None = None  # G.
+    trie_nodes: int | None = None  # Node budget of the trie.
+    branch_length: int | None = None  # Longest branch of a draft.
+    prefill_chunk: int | None = None  # Longest pending chain evaluated in one step.
+    list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Print the names of presets, GPUs and links.
     rewrites: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print what an engine would change of the model's modules on a GPU and on a CPU, and why not the rest."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON line instead of tables."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Print one JSON line instead of tables.
 
 
 _DECODE_FLAGS = ("window_size", "ngram_size", "guess_set_size", "trie_nodes", "branch_length", "prefill_chunk")
@@ -98,8 +77,7 @@ class Plan:
     dtype: str
     rows: list[Footprint]
     machine: Machine
-    predictions: dict[float, list[Prediction]]
-    """By temperature, the requested one first, of the meshes that fit."""
+    predictions: dict[float, list[Prediction]]  # by temperature, the requested one first, of the meshes that fit
     divided: dict[float, list[Compared]]
     """By temperature, divisions into verifying and draft-only ranks for one sequence, the fastest first."""
     choice: Footprint | None

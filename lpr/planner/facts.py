@@ -78,8 +78,7 @@ class KeptState:
     """A convolution's [channels, inputs] in the model's dtype, or a scan's [heads, K, V] or [channels, K] in fp32."""
     is_scan: bool
     count: int
-    parts: Parts = ()
-    """The parts of the first axis that are divided among ranks; empty if the state is replicated."""
+    parts: Parts = ()  # the parts of the first axis that are divided among ranks; empty if the state is replicated
 
     def on(self, tp: int) -> KeptState:
         """The state on one of `tp` ranks."""
@@ -107,8 +106,7 @@ class Collective:
     kind: str  # "all_reduce" or "all_gather"
     width: int
     count: int
-    per_result: bool
-    """True for a split output head: every rank sends CHOICE_WORDS per token with results."""
+    per_result: bool  # True for a split output head: every rank sends CHOICE_WORDS per token with results
 
     def num_bytes(self, num_tokens: float, num_results: float, element_size: int, tp: int) -> int:
         """Bytes of one collective; for a gather the total over all `tp` ranks."""
@@ -145,8 +143,7 @@ class ModelFacts:
     max_positions: int | None
     num_experts: int
     experts_per_token: int
-    low_bit: str | None = None
-    """The format of a low-bit checkpoint whose linear layers a GPU keeps in few bits."""
+    low_bit: str | None = None  # the format of a low-bit checkpoint whose linear layers a GPU keeps in few bits
     kv_in_fp8: bool = False
 
     def state_bytes(self, element_size: int, tp: int = 1) -> int:

@@ -22,8 +22,6 @@ from lpr.serve.text.conversation import prompt_of
 
 
 class _Model(NamedTuple):
-    """The properties of the served model that these tasks use."""
-
     max_length: int
     templates: ChatTemplates
     most_characters: int

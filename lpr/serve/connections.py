@@ -33,8 +33,7 @@ class Waits(Enum):
     IDLE = auto()
     BODY = auto()
     UNREAD = auto()
-    LINGER = auto()
-    """Waits for the client to read an early answer, which an immediate close would discard."""
+    LINGER = auto()  # waits for the client to read an early answer, which an immediate close would discard
 
 
 SECONDS = {
@@ -70,8 +69,7 @@ class Connection(_Base):
         self._port = port
         self._head = bytearray()  # the incomplete head, and what came with its end
         self._head_size = 0
-        self._besides = 0
-        """Bytes since the head outside of the body: a pipelined request, or chunk headers."""
+        self._besides = 0  # bytes since the head outside of the body: a pipelined request, or chunk headers
         self._body = self._framing = 0  # bytes of the body so far, and of what surrounds its pieces
         self._is_ahead = False  # True if the client has sent too many requests ahead of their answers
         self.socket: socket.socket | None = None

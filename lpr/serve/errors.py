@@ -107,7 +107,6 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """The body of an error as JSON values, in Anthropic's shape."""
     kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": _clean(message, LONGEST_MESSAGE)}}
 
@@ -129,7 +128,6 @@ def too_long(size: str, max_length: int, param: str = "prompt") -> ApiError:
 
 
 def from_validation(first: Mapping[str, Any]) -> ApiError:
-    """An error of pydantic, in OpenAI's shape."""
     place = [str(part)[:LONGEST_NAME] for part in first["loc"] if part not in ("body", "query", "path")]
     # Union members appear in the location as type names, which are removed.
     name = ".".join(part for part in place if part not in _TYPE_NAMES and not set(part) & set("[-")) or None

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from lpr.serve.api.context import Context
     from lpr.serve.routes import Routes
 
-MOST_KEYS = 64
-"""Most keys whose shared drafts are read at the start; drafts of further keys are read at first use."""
+MOST_KEYS = 64  # most keys whose shared drafts are read at the start; drafts of further keys are read at first use
 BACKLOG = 1024  # listen backlog; a connection beyond it retries after a second
 
 

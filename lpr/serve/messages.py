@@ -172,8 +172,6 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class FrameReader:
-    """Splits a stream of bytes into messages."""
-
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._rest = bytearray()

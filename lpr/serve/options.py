@@ -35,58 +35,48 @@ class ServeArgs:
     lp splits one request's guesses over replicas, tp splits the model's weights; lp x tp ranks are started.
     """
 
-    model: str | None = None
-    """Model folder or hub id. Default: the small code model that comes with lpr."""
+    model: str | None = None  # Model folder or hub id. Default: the small code model that comes with lpr.
     served_model_name: tuple[str, ...] = ()
     """Names that clients may ask for the model by; answers carry the first. Default: the hub id or folder's name."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 listens at all of this machine's, also for others: with keys, or --insecure."""
-    port: int = 8000
-    """Port to listen at; 0 takes a free one."""
+    port: int = 8000  # Port to listen at; 0 takes a free one.
     lp: int | None = None
     """Replicas that work on each request together. Default: 1, or under torchrun as many as the ranks make."""
-    tp: int = 1
-    """Ranks that share one replica of the model, each with a part of its weights."""
-    timeout: float = 300.0
-    """Seconds that a rank waits for the others in a step before it gives up."""
-    load_timeout: float = 3600.0
-    """The same while the model is loaded, which takes long from slow storage."""
+    tp: int = 1  # Ranks that share one replica of the model, each with a part of its weights.
+    timeout: float = 300.0  # Seconds that a rank waits for the others in a step before it gives up.
+    load_timeout: float = 3600.0  # The same while the model is loaded, which takes long from slow storage.
     max_failed_starts: int = 5
     """Starts of the ranks in a row that may fail after they have been lost, before the service ends with code 1."""
-    config: Path | None = None
-    """TOML file with values for any of these flags; flags given here win."""
+    config: Path | None = None  # TOML file with values for any of these flags; flags given here win.
     trie: Path | None = None
     """Folder or .safetensors file: draft from what earlier runs wrote, and keep what this one writes."""
     share_drafts: Literal["none", "key", "all"] = "key"
     """Whose earlier outputs a request is drafted from: nobody's, those of its own API key, or everybody's."""
     fim: str = "auto"
     """Family whose fill-in-the-middle prompts the model wants (see /fim); auto: found by its tokens; none: no."""
-    chat_template: Path | None = None
-    """Jinja file with a chat template, instead of the model's own."""
+    chat_template: Path | None = None  # Jinja file with a chat template, instead of the model's own.
     generation_config: str = "auto"
     """Sampling defaults of requests: auto: the model's generation_config.json; vllm: none; or a file or folder."""
     override_generation_config: str | None = None
     """JSON object with values that replace some of these defaults, such as {"temperature": 0}."""
     tool_call_parser: Literal["auto", "none", *NAMES] = "auto"  # type: ignore[valid-type]
     """How the model writes calls of tools; auto: found by its chat template; none: tools are refused."""
-    max_queue: int = limits.QUEUE.most
-    """Requests that may wait for a slot; further ones are answered with 429."""
+    max_queue: int = limits.QUEUE.most  # Requests that may wait for a slot; further ones are answered with 429.
     max_queued_tokens: int = limits.QUEUED_TOKENS.most
     """Prompt tokens of waiting requests; further ones are answered with 429."""
     max_requests_per_key: int = limits.KEY_REQUESTS.most
     """Open requests of one key; further ones are answered with 429. 0: half of all, if there are several keys."""
     max_tokens_per_key: int = limits.KEY_TOKENS.most
     """Prompt tokens of one key's waiting requests; further ones are answered with 429. 0: likewise."""
-    max_body: int = limits.BODY.most
-    """Bytes of a request's body; larger ones are answered with 413."""
+    max_body: int = limits.BODY.most  # Bytes of a request's body; larger ones are answered with 413.
     pad_stream: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Pad what a stream sends to multiples of 1 KiB: the sizes of encrypted records then do not show its tokens."""
     stream_interval: float = 0.0
     """Collect a stream's steps and send them every so many milliseconds, as one event. 0: one event per step."""
     max_connections: int = limits.CONNECTIONS.most
     """Connections at once. Beyond them a new one replaces the one that has waited longest for its client."""
-    request_timeout: float = 600.0
-    """Seconds that a request may take, waiting included."""
+    request_timeout: float = 600.0  # Seconds that a request may take, waiting included.
     shutdown_timeout: float = 30.0
     """Seconds that open requests have to finish after SIGTERM; then they are handed back."""
     api_key: str | None = None
@@ -99,25 +89,19 @@ class ServeArgs:
     """Ask for a key on /metrics, which counts the tokens of all clients."""
     metrics_port: int | None = None
     """Show /metrics at a port of its own, with health, and not at --port; 0 takes a free one."""
-    metrics_host: str | None = None
-    """Address of --metrics-port. Default: --host."""
+    metrics_host: str | None = None  # Address of --metrics-port. Default: --host.
     insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Serve without keys at an address that other machines reach."""
     allowed_hosts: tuple[str, ...] = ()
     """Names that clients may call this service by, besides addresses, localhost and --host; "*" is all. Checked without
     keys, or if given."""
-    cors: tuple[str, ...] = ()
-    """Origins whose pages may ask; "*" is all."""
-    tls_cert: Path | None = None
-    """PEM file with the certificate chain: serve HTTPS."""
-    tls_key: Path | None = None
-    """PEM file with its key, if that is not in the same file."""
+    cors: tuple[str, ...] = ()  # Origins whose pages may ask; "*" is all.
+    tls_cert: Path | None = None  # PEM file with the certificate chain: serve HTTPS.
+    tls_key: Path | None = None  # PEM file with its key, if that is not in the same file.
     allow_runtime_lora_updating: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Let every key load and unload LoRA adapters, from folders of this machine; needs keys."""
-    access_log: bool = True
-    """Write a line of JSON to stderr for every request."""
-    otlp: str | None = None
-    """Send OpenTelemetry spans to this OTLP/HTTP endpoint (pip install 'lpr[otel]')."""
+    access_log: bool = True  # Write a line of JSON to stderr for every request.
+    otlp: str | None = None  # Send OpenTelemetry spans to this OTLP/HTTP endpoint (pip install 'lpr[otel]').
     fleet: Annotated[FleetOptions, tyro.conf.OmitArgPrefixes] = FleetOptions()
     engine: Annotated[EngineOptions, tyro.conf.OmitArgPrefixes] = EngineOptions()
     decode: Annotated[DecodeConfig, tyro.conf.OmitArgPrefixes] = DecodeConfig()

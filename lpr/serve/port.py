@@ -66,8 +66,6 @@ AnyConnection = Connection | Deferred
 
 
 class Port:
-    """A listening socket and its connections."""
-
     def __init__(self, listening: socket.socket, most: int, tls: ssl.SSLContext | None = None) -> None:
         self.most = most
         self.number: int = listening.getsockname()[1]

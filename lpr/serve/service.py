@@ -32,8 +32,7 @@ class Service:
         self.draining = False
         self.weights: Mapping[str, float] = {}
         """By name of a key, its weight in the sharing of slots; empty without keys."""
-        self.tenants: list[str] = []
-        """Tenants whose shared outputs a driver may load before their first request."""
+        self.tenants: list[str] = []  # tenants whose shared outputs a driver may load before their first request
         self.on_open: Callable[[Job], None] = lambda job: None
         self.on_chunk: Callable[[Job, Chunk], None] = lambda job, chunk: None
         self.on_end: Callable[[Job, Chunk], None] = lambda job, chunk: None
@@ -240,7 +239,6 @@ class Service:
         return bool(running)
 
     def ready_reason(self) -> str | None:
-        """The reason why no request is processed now; None if the service is ready."""
         return "shutting down" if self.draining else self.mesh.ready_reason()
 
     # Within.

@@ -19,12 +19,9 @@ from lpr.core.constants import MAX_MATCH
 
 @dataclass(eq=False)
 class Request:
-    state: Any
-    """A lpr.native.ChainState."""
-    tenant: str
-    """Requests of one tenant draft from one another."""
-    num_prompt: int
-    """Number of leading tokens that are learnt already, or part of the prompt."""
+    state: Any  # a lpr.native.ChainState
+    tenant: str  # requests of one tenant draft from one another
+    num_prompt: int  # number of leading tokens that are learnt already, or part of the prompt
 
     @property
     def num_new(self) -> int:

@@ -25,8 +25,6 @@ from lpr.serve.options import ServeArgs
 
 
 class ErrorFields(BaseModel):
-    """The fields of an error."""
-
     message: str
     type: str
     param: str | None

@@ -128,8 +128,7 @@ class _InfillForm(Form):
 
     body: InfillBody
     facts: dict[str, Any]
-    fields: Mapping[str, Sequence[str]] | None
-    """The requested fields, with each name split at "/"."""
+    fields: Mapping[str, Sequence[str]] | None  # the requested fields, with each name split at "/"
     ends_with_done: ClassVar[bool] = False
 
     def whole(self, choices: Sequence[Choice]) -> Any:

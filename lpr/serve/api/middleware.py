@@ -97,7 +97,6 @@ def _digest(key: str) -> bytes:
 
 
 def _weight(word: str) -> float | None:
-    """The weight in a word of a key file; None if it is not a weight."""
     try:
         weight = float(word)
     except ValueError:

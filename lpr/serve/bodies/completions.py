@@ -39,8 +39,6 @@ from lpr.serve.bodies.fields import (
 
 
 class StreamOptions(Body):
-    """What a stream carries besides text."""
-
     include_usage: bool = False
     include_obfuscation: Ignored = None  # --pad-stream does this
     continuous_usage_stats: bool = False
@@ -56,8 +54,6 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the text."""
-
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
     regex: str | None = Field(default=None, max_length=limits.REGEX.most)
@@ -75,7 +71,6 @@ class ResponseFormat(Body):
 
     @property
     def text_schema(self) -> Any:
-        """The JSON schema of the text; None if it has none."""
         if self.type not in ("json_object", "json_schema"):
             return None
         schema = self.json_schema.schema_ if self.json_schema is not None else None
@@ -83,8 +78,6 @@ class ResponseFormat(Body):
 
 
 class TextPart(Body):
-    """A part of a content."""
-
     type: Literal["text"]
     text: str
     cache_control: Ignored = None  # prompts are always cached
@@ -93,8 +86,6 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """A part of an earlier answer."""
-
     type: Literal["refusal"]
     refusal: str
 
@@ -111,7 +102,6 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        """The content, whose parts follow each other."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -166,15 +156,11 @@ class CompletionBody(Sampling):
 
 
 class CalledFunction(Body):
-    """The function of a call, and its arguments as JSON."""
-
     name: FunctionName
     arguments: str
 
 
 class ToolCall(Body):
-    """A call that a message made."""
-
     id: Label
     cache_control: Ignored = None
     type: Literal["function"] = "function"
@@ -188,8 +174,6 @@ class ToolCall(Body):
 
 
 class Function(Body):
-    """A function that a model may call."""
-
     name: FunctionName
     description: Grammar | None = None
     parameters: dict[str, Any] | None = None
@@ -198,8 +182,6 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool that a model may call."""
-
     type: Literal["function"]
     function: Function
     cache_control: Ignored = None
@@ -211,14 +193,10 @@ class Tool(Body):
 
 
 class FunctionChoice(Body):
-    """The name of a function."""
-
     name: FunctionName
 
 
 class NamedChoice(Body):
-    """The tool that is to be called."""
-
     type: Literal["function"]
     function: FunctionChoice
 
@@ -236,8 +214,6 @@ Parts = Few[Annotated[Annotated[TextPart, tagged("text")] | Annotated[RefusalPar
 
 
 class Message(Body):
-    """One message of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: TextOr[Parts] | None = None
     name: Label | None = None

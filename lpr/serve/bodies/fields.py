@@ -169,8 +169,6 @@ Grammar = Annotated[str, StringConstraints(max_length=limits.GRAMMAR.most)]
 
 
 class Body(BaseModel):
-    """Base of all bodies."""
-
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")

@@ -34,8 +34,6 @@ from lpr.serve.bodies.fields import (
 
 
 class ExtraFile(Body):
-    """A piece of another file."""
-
     text: str
     filename: Label = ""
     time: Ignored = None  # without effect: the order of the pieces counts

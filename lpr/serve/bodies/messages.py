@@ -42,8 +42,6 @@ from lpr.serve.bodies.fields import (
 
 
 class Text(Body):
-    """A block of text."""
-
     type: Literal["text"]
     text: str
     cache_control: Ignored = None  # prompts are always cached
@@ -54,8 +52,6 @@ Texts = Annotated[Few[Text], Field(max_length=limits.MESSAGES.most)]
 
 
 class ToolUse(Body):
-    """A call that an earlier answer made."""
-
     type: Literal["tool_use"]
     id: Label
     name: FunctionName
@@ -66,8 +62,6 @@ class ToolUse(Body):
 
 
 class ToolResult(Body):
-    """What a call has returned."""
-
     type: Literal["tool_result"]
     tool_use_id: Label
     content: TextOr[Texts] | None = None
@@ -76,8 +70,6 @@ class ToolResult(Body):
 
 
 class Thinking(Body):
-    """A thought of an earlier answer."""
-
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None  # thoughts are shown as they are
@@ -101,8 +93,6 @@ Block = Annotated[
 
 
 class Turn(Body):
-    """A message of a conversation."""
-
     role: Literal["user", "assistant", "system"]
     content: TextOr[Few[Block]]
 
@@ -123,8 +113,6 @@ class Declared(Body):
 
 
 class Choice(Body):
-    """Which tool is to be called."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
     disable_parallel_tool_use: bool | None = None
@@ -153,15 +141,11 @@ class Metadata(Body):
 
 
 class OutputFormat(Body):
-    """The form of the text."""
-
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """What the answer is like."""
-
     effort: Effort | None = None
     format: OutputFormat | None = None
     task_budget: Ignored = None

@@ -40,8 +40,6 @@ from lpr.serve.bodies.fields import (
 
 
 class Part(Body):
-    """A part of a message's text."""
-
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
     text: str
     cache_control: Ignored = None
@@ -62,8 +60,6 @@ Content = TextOr[Parts]
 
 
 class Said(Body):
-    """A message of the conversation."""
-
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
@@ -73,8 +69,6 @@ class Said(Body):
 
 
 class Called(Body):
-    """A call that an earlier answer made."""
-
     type: Literal["function_call"]
     call_id: Label
     name: FunctionName
@@ -85,8 +79,6 @@ class Called(Body):
 
 
 class Returned(Body):
-    """What a call has returned."""
-
     type: Literal["function_call_output"]
     call_id: Label
     output: Content
@@ -95,8 +87,6 @@ class Returned(Body):
 
 
 class Thought(Body):
-    """A thought of an earlier answer."""
-
     type: Literal["reasoning"]
     id: Label | None = None
     summary: Parts = []
@@ -115,8 +105,6 @@ Item = Annotated[
 
 
 class FunctionTool(Function):
-    """A function that a model may call."""
-
     type: Literal["function"]
 
 
@@ -146,21 +134,15 @@ Offered = Annotated[
 
 
 class ChosenFunction(FunctionChoice):
-    """The function that is to be called."""
-
     type: Literal["function"]
     namespace: FunctionName | None = None
 
 
 class Format(JsonSchema):
-    """The form of the text."""
-
     type: Literal["text", "json_object", "json_schema"] = "text"
 
 
 class TextOptions(Body):
-    """What the text is like."""
-
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # without effect
 
@@ -175,8 +157,6 @@ class Reasoning(Body):
 
 
 class StreamChoice(Body):
-    """What a stream carries besides events."""
-
     include_obfuscation: bool | None = None  # --pad-stream does this
 
 
@@ -222,7 +202,6 @@ class ResponsesBody(Sampled):
 
 
 def qualified(name: str, namespace: str | None) -> str:
-    """The name by which the model knows a function."""
     return name if namespace is None else f"{namespace}.{name}"
 
 

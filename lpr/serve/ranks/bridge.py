@@ -78,7 +78,6 @@ def _drive(engine: Engine, line: Line, model: str, args: ServeArgs, takes_over: 
 
 @contextlib.contextmanager
 def _shared(args: ServeArgs, engine: Engine, line: Line) -> Iterator[SharedDrafts | None]:
-    """Share drafts with other replicas, if a store is given."""
     if args.fleet.draft_store is None or not engine.sizes.trie_nodes:
         yield None
         return
@@ -147,8 +146,7 @@ class EngineBridge(StepHooks):
         self._new: dict[int, Submit] = {}  # requests that are not submitted yet
         self._compiling: dict[int, Future[Any]] = {}
         """Compiling grammars of new requests, which are submitted afterwards so that no step waits."""
-        self._changes: dict[str, Future[None]] = {}
-        """By name, the futures of adapters being loaded or unloaded."""
+        self._changes: dict[str, Future[None]] = {}  # by name, the futures of adapters being loaded or unloaded
         self._num_steps = 0
         self._ready: list[Chunk] = []  # chunks outside steps, to be sent with the next ones
         self._advanced: list[Request] = []
@@ -219,7 +217,6 @@ class EngineBridge(StepHooks):
         self._changes[name] = done
 
     def _tell_changes(self) -> None:
-        """Report finished adapter changes to the front."""
         if not all(done.done() for done in self._changes.values()):  # the front drops adapters that are not listed
             return
         for name, done in self._changes.items():

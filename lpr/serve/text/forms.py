@@ -42,8 +42,7 @@ class Tags(NamedTuple):
     value: str
     end: str
     close: str
-    pair: tuple[str, str]
-    """What a grammar writes around a value, with {key}, and {text}: whether it is written as text."""
+    pair: tuple[str, str]  # what a grammar writes around a value, with {key}, and {text}: whether it is written as text
 
 
 QWEN = Tags("<function=", "<parameter=", ">", "", "</parameter>", "</function>",
@@ -62,8 +61,7 @@ class Format:
     name: str
     signs: tuple[str, ...]  # pieces of the chat template, all of which it has
     source: str
-    call: tuple[str, str]
-    """What is written before and after a call's arguments; {name} stands for the function's name."""
+    call: tuple[str, str]  # what is written before and after a call's arguments; {name} stands for the function's name
     around: tuple[str, str] = ("", "")  # what is written before the first call and after the last
     text: str = ""  # what is written before text
     between: str | None = ""  # None: a reply has one call

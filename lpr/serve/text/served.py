@@ -61,8 +61,7 @@ class Served:
         self.facts = facts
         self._defaults = {"temperature": 1.0, **(defaults or {})}
         self.names = tuple(names)
-        self.adapters: Callable[[], Iterable[str]] = tuple
-        """Names of the adapters that there are now."""
+        self.adapters: Callable[[], Iterable[str]] = tuple  # names of the adapters that there are now
         self.created = int(time.time())
         self.tokens = Tokens(facts.tokenizer)
         self.filler = filler(self.tokens, fim) if fim != "none" else None

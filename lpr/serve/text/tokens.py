@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 
 from lpr.serve.text.lengths import byte_characters, lengths_of
 
-LONG = 1 << 14
-"""Texts of more characters are not encoded on the event loop, because this takes more than 10 ms."""
+LONG = 1 << 14  # texts of more characters are not encoded on the event loop, because this takes more than 10 ms
 _MARGIN = 64
 """Number of tokens between a cut in a text and the wanted tokens, so that these are the same as in the whole text."""
 _MARK = "\u263a"
@@ -33,8 +32,7 @@ class Tokens:
             tokenizer.no_padding()
         self._literal.encode_special_tokens = True
         self._texts: dict[int, str] = {}
-        self.lengths = lengths_of(source)
-        """The longest tokens; None if a token can stand for any number of characters."""
+        self.lengths = lengths_of(source)  # the longest tokens; None if a token can stand for any number of characters
         with_special = self._plain.encode("a").ids
         without = self._plain.encode("a", add_special_tokens=False).ids
         starts = (at for at in range(len(with_special)) if with_special[at : at + len(without)] == without)
