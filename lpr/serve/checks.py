@@ -28,6 +28,10 @@ class _Model(NamedTuple):
 
 
 _model: _Model | None = None
+_NOT_JSON: dict[type[Exception], str] = {
+    UnicodeDecodeError: "it is not UTF-8", ValueError: "a number has too many digits",
+    RecursionError: "it is nested too deeply",
+}  # fmt: skip
 
 
 def prepare(
@@ -51,22 +55,17 @@ def read_json(body: bytes) -> Any:
     """The value of a body's JSON in UTF-8; raises ApiError."""
     try:
         value = json.loads(body.decode())
-    except json.JSONDecodeError as failure:
-        raise _not_json(failure.msg) from None
-    except UnicodeDecodeError:
-        raise _not_json("it is not UTF-8") from None
-    except ValueError:
-        raise _not_json("a number has too many digits") from None
-    except RecursionError:
-        raise _not_json("it is nested too deeply") from None
+    except (ValueError, RecursionError) as failure:
+        why = getattr(failure, "msg", None) or _NOT_JSON[type(failure)]  # a JSONDecodeError says it itself
+        raise ApiError(ErrorCode.INVALID_JSON, f"the body is not JSON: {why}") from None
     if body.count(b"[") + body.count(b"{") > limits.DEPTH.most:
         _check_depth(value)
     if b"\\ud" in body.lower() or b"\xed" in body:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            message = "the body holds half of a surrogate pair, which is no text"
-            raise ApiError(ErrorCode.INVALID_JSON, message) from None
+            why = "the body holds half of a surrogate pair, which is no text"
+            raise ApiError(ErrorCode.INVALID_JSON, why) from None
     return value
 
 
@@ -145,10 +144,6 @@ def _packed(value: Any) -> bytes:
 
 def _grammar_tasks() -> Any:
     return importlib.import_module("lpr.serve.text.grammar_tasks")  # its package is optional
-
-
-def _not_json(why: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_JSON, f"the body is not JSON: {why}")
 
 
 def _check_depth(value: Any) -> None:

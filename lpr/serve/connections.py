@@ -10,7 +10,7 @@ import socket
 import weakref
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -18,6 +18,8 @@ from lpr.serve import limits
 from lpr.serve.errors import error_body
 
 if TYPE_CHECKING:
+    from lpr.serve.port import Port
+
     _Base = H11Protocol
 else:
     _Base = asyncio.BufferedProtocol
@@ -46,16 +48,6 @@ SECONDS = {
 """Time limits of the wait states in seconds."""
 
 
-class Watching(Protocol):
-    """The interface of lpr.serve.port.Port that connections use."""
-
-    @property
-    def may_linger(self) -> bool: ...
-    def wait(self, connection: Connection, waits: Waits) -> None: ...
-    def work(self, connection: Connection) -> None: ...
-    def lost(self, connection: Connection) -> None: ...
-
-
 class Connection(_Base):
     """One connection; a mix-in before a protocol class of uvicorn.
 
@@ -64,7 +56,7 @@ class Connection(_Base):
 
     _buffer = bytearray(_READ)  # of all connections: its bytes are copied before the next one reads
 
-    def __init__(self, *args: Any, port: Watching, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, port: Port, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._port = port
         self._head = bytearray()  # the incomplete head, and what came with its end
@@ -176,14 +168,11 @@ class Connection(_Base):
         """Report the current wait state to the port."""
         if not self._is_between_requests:
             self._head.clear()
-        waits = self._waits_for()
-        if waits is self.waits:
-            return
-        self.waits = waits
-        if waits is None:
+        before, self.waits = self.waits, self._waits_for()
+        if self.waits is None and before is not None:
             self._port.work(self)
-        else:
-            self._port.wait(self, waits)
+        elif self.waits is not None and self.waits is not before:
+            self._port.wait(self, self.waits)
 
     @property
     def _is_between_requests(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from lpr.config import SamplingParams
-from lpr.protocol import Submit, TokenLogprobs
+from lpr.protocol import Chunk, Submit, TokenLogprobs
 from lpr.serve import limits
 from lpr.serve.api.answers import OpenAIForm, answer
 from lpr.serve.api.chat import answer_as_chat
@@ -175,7 +175,7 @@ class _CompletionForm(OpenAIForm):
             best = list(choices[first : first + self._per_prompt])
             if self._per_prompt > self._n:
                 best = sorted(best, key=_mean_logprob, reverse=True)[: self._n]
-            shown += [self._choice(choice, len(shown) + at) for at, choice in enumerate(best)]
+            shown += [self._part(choice, len(shown) + at, choice.text, choice, True) for at, choice in enumerate(best)]
         return shown or self._echoed()
 
     def end(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
@@ -186,17 +186,21 @@ class _CompletionForm(OpenAIForm):
     def delta(self, each: Event) -> dict[str, Any]:
         choice, chunk = each.choice, each.chunk
         begins = not choice.job.num_delivered and len(choice.token_ids) == len(chunk.token_ids)
-        echo, logprobs = self._echoes[choice.index // self._per_prompt], None
+        return self._part(choice, choice.index, each.text, chunk, begins)
+
+    def _part(self, choice: Choice, index: int, text: str, found: Choice | Chunk, begins: bool) -> dict[str, Any]:
+        """A text, or one step of it, after what is echoed if it `begins`."""
+        logprobs, more = None, {"token_ids": found.token_ids, "sources": found.sources or []}
         if self._logprobs is not None:
             offset = self._offsets.get(choice.index, self._first_offset(choice))
-            logprobs = _logprobs(self.served.tokens, chunk.token_ids, chunk.logprobs or [], offset)
+            logprobs = _logprobs(self.served.tokens, found.token_ids, found.logprobs or [], offset)
             self._offsets[choice.index] = offset + sum(map(len, logprobs["tokens"]))
-            logprobs = self._after_prompt(choice, logprobs) if begins else logprobs
-        more: dict[str, Any] = {"token_ids": chunk.token_ids, "sources": chunk.sources or []}
         if begins:
-            more["prompt_token_ids"] = choice.job.submit.prompt_ids
-        text = (echo if begins else "") + each.text
-        return self.shown(choice.index, {"text": text}, logprobs, choice, **more)
+            prompt = choice.index // self._per_prompt
+            text, more["prompt_token_ids"] = self._echoes[prompt] + text, choice.job.submit.prompt_ids
+            if logprobs is not None and self._scores:
+                logprobs = {name: [*self._scores[prompt][name], *values] for name, values in logprobs.items()}
+        return self.shown(index, {"text": text}, logprobs, choice, **more)
 
     @cached_property
     def _scores(self) -> list[dict[str, list[Any]]] | None:
@@ -216,28 +220,11 @@ class _CompletionForm(OpenAIForm):
             for at, (text, logprobs) in enumerate(zip(self._echoes, scores, strict=True))
         ]
 
-    def _choice(self, choice: Choice, index: int) -> dict[str, Any]:
-        echo, logprobs = self._echoes[choice.index // self._per_prompt], None
-        if self._logprobs is not None:
-            offset = self._first_offset(choice)
-            logprobs = _logprobs(self.served.tokens, choice.token_ids, choice.logprobs, offset)
-            logprobs = self._after_prompt(choice, logprobs)
-        more: dict[str, Any] = {"token_ids": choice.token_ids, "sources": choice.sources}
-        more["prompt_token_ids"] = choice.job.submit.prompt_ids
-        return self.shown(index, {"text": echo + choice.text}, logprobs, choice, **more)
-
     def _first_offset(self, choice: Choice) -> int:
         """Offset of the text of a choice's first token, after echoed or previously delivered text."""
         delivered = choice.job.token_ids[: choice.job.num_delivered]
         echo = self._echoes[choice.index // self._per_prompt]
         return len(echo) + sum(len(self.served.tokens.text_of(token)) for token in delivered)
-
-    def _after_prompt(self, choice: Choice, logprobs: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """A text's log-probabilities, after those of its prompt if requested."""
-        if not self._scores:
-            return logprobs
-        scores = self._scores[choice.index // self._per_prompt]
-        return {name: [*scores[name], *values] for name, values in logprobs.items()}
 
 
 def _mean_logprob(choice: Choice) -> float:

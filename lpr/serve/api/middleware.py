@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,8 @@ class Keys:
     def name_of(self, key: str) -> str | None:
         """The name of a key, None if unknown; in the same time for every key."""
         given = _digest(key)
-        found = None
-        for name, digest in self._digests:
-            if hmac.compare_digest(digest, given):
-                found = name
-        return found
+        names = [name for name, digest in self._digests if hmac.compare_digest(digest, given)]
+        return names[-1] if names else None
 
     @classmethod
     def read(cls, given: str | None, path: Path | None) -> Keys:
@@ -81,10 +79,7 @@ class Keys:
                     raise InputError(f'{where}: not "key", "name key" or "name key weight"')
                 keys.append((words[0], words[1]) if len(words) > 1 else (_name(words[0]), words[0]))
                 if len(words) == 3:
-                    weight = _weight(words[2])
-                    if weight is None:
-                        bounds = f"from {1 / MOST_WEIGHT:g} to {MOST_WEIGHT:g}"
-                        raise InputError(f"{where}: the weight {words[2]!r} is no number {bounds}")
+                    weight = _weight(words[2], where)
                     if weights.setdefault(words[0], weight) != weight:
                         raise InputError(f"{where}: the name {words[0]!r} has another weight already")
             if len(keys) == num_given:
@@ -96,12 +91,11 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _weight(word: str) -> float | None:
-    try:
-        weight = float(word)
-    except ValueError:
-        return None
-    return weight if 1 / MOST_WEIGHT <= weight <= MOST_WEIGHT else None
+def _weight(word: str, where: str) -> float:
+    with suppress(ValueError):
+        if 1 / MOST_WEIGHT <= (weight := float(word)) <= MOST_WEIGHT:
+            return weight
+    raise InputError(f"{where}: the weight {word!r} is no number from {1 / MOST_WEIGHT:g} to {MOST_WEIGHT:g}")
 
 
 def _name(key: str) -> str:
@@ -140,7 +134,7 @@ class Guard:
         given = headers.get("x-request-id", "")
         state["request_id"] = given if _HARMLESS.fullmatch(given) else uuid.uuid4().hex
         status = 0
-        is_read = not _declares_body(headers)
+        is_read = headers.get("content-length", "0").strip() == "0" and "transfer-encoding" not in headers
 
         async def numbered(message: Message) -> None:
             nonlocal status
@@ -278,10 +272,6 @@ class Guard:
             **state.get("log", {}),
         }
         print(json.dumps(line), file=sys.stderr, flush=True)
-
-
-def _declares_body(headers: Mapping[str, str]) -> bool:
-    return headers.get("content-length", "0").strip() != "0" or "transfer-encoding" in headers
 
 
 def _without_body(receive: Receive) -> Receive:
