@@ -53,25 +53,17 @@ class BlockForm(Form):
         thoughts = "".join(block.text for block in self.blocks if block.kind == "thought")
         return len(self.served.tokens.encode(thoughts, False))
 
+    # The events before the first block, of a block's beginning, of more text of it, of its end, and after the last.
     @abstractmethod
-    def started(self) -> Iterable[Any]:
-        """The events before the first block."""
-
+    def started(self) -> Iterable[Any]: ...
     @abstractmethod
-    def opened(self, block: Block) -> Iterable[Any]:
-        """The events of a block's beginning."""
-
+    def opened(self, block: Block) -> Iterable[Any]: ...
     @abstractmethod
-    def grown(self, block: Block, text: str) -> Iterable[Any]:
-        """The events of more text of a block."""
-
+    def grown(self, block: Block, text: str) -> Iterable[Any]: ...
     @abstractmethod
-    def closed(self, block: Block) -> Iterable[Any]:
-        """The events of a block's end."""
-
+    def closed(self, block: Block) -> Iterable[Any]: ...
     @abstractmethod
-    def finished(self, choice: Choice) -> Iterable[Any]:
-        """The events after the last block."""
+    def finished(self, choice: Choice) -> Iterable[Any]: ...
 
     def begin(self, choices: Sequence[Choice]) -> Iterable[Any]:
         return () if self._is_begun else self.started()

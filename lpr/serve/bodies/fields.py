@@ -46,10 +46,6 @@ def _at_most(most: int, size: Callable[[Any], int], what: str) -> BeforeValidato
     return BeforeValidator(check)
 
 
-def _num_entries(given: Any) -> int:
-    return len(given) if isinstance(given, dict) else 0
-
-
 def num_values(given: Any, most: int = limits.TEMPLATE_VALUES.most, are_small: bool = True) -> int:
     """Values within JSON, counted until they are more than `most`.
 
@@ -68,16 +64,20 @@ def num_values(given: Any, most: int = limits.TEMPLATE_VALUES.most, are_small: b
     return count
 
 
+def _num_entries(given: Any, kind: type = dict) -> int:
+    return len(given) if isinstance(given, kind) else 0
+
+
 def _num_ids(given: Any) -> int:
     if not isinstance(given, list) or len(given) > limits.CHOICES.most:
-        return len(given) if isinstance(given, list) else 0
+        return _num_entries(given, list)
     return sum(len(each) for each in given if isinstance(each, list))
 
 
 def _num_parts(given: Any) -> int:
     """Messages, and the parts of those that have some."""
     if not isinstance(given, list) or len(given) > limits.MESSAGES.most:
-        return len(given) if isinstance(given, list) else 0
+        return _num_entries(given, list)
     parts = (each.get(name) for each in given if isinstance(each, dict) for name in ("content", "tool_calls"))
     return len(given) + sum(len(part) for part in parts if isinstance(part, list))
 
@@ -265,13 +265,8 @@ class Harmless(Body):
 
     @model_validator(mode="after")
     def _counts_all(self) -> Harmless:
-        penalties = (
-            ("repeat_penalty", 1),
-            ("repetition_penalty", 1),
-            ("presence_penalty", 0),
-            ("frequency_penalty", 0),
-        )
-        is_on = any(getattr(self, name, None) not in (None, neutral) for name, neutral in penalties)
+        neutral = {"repeat_penalty": 1, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+        is_on = any(getattr(self, name, None) not in (None, value) for name, value in neutral.items())
         if self.repeat_last_n not in (None, -1) and is_on:
             raise ValueError("repeat_last_n: penalties count the whole text, and only -1 is supported beside them")
         return self

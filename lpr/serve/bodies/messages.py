@@ -189,12 +189,8 @@ def as_chat(body: CountBody) -> ChatBody:
         same = {"any": "required"}.get(chosen.type, chosen.type)
         fields["tool_choice"] = NamedChoice.of(chosen.name) if chosen.name is not None else same
         fields["parallel_tool_calls"] = not chosen.disable_parallel_tool_use
-    if (
-        messages
-        and messages[-1].role == "assistant"
-        and messages[-1].content is not None
-        and not messages[-1].tool_calls
-    ):
+    last = messages[-1] if messages else None
+    if last is not None and last.role == "assistant" and last.content is not None and not last.tool_calls:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}  # the client has begun the answer
     if body.thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}

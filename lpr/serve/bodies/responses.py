@@ -212,27 +212,17 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     if body.instructions:
         messages.insert(0, Message.model_construct(role="system", content=body.instructions))
         places.insert(0, "instructions")
-    choice = body.tool_choice
-    fields = body.sampled()
-    fields |= {"messages": messages, "max_tokens": body.max_output_tokens, "response_format": _format(body)}
-    fields["parallel_tool_calls"] = body.parallel_tool_calls
+    choice: Any = body.tool_choice
     if isinstance(choice, ChosenFunction):
-        fields["tool_choice"] = NamedChoice.of(qualified(choice.name, choice.namespace))
-    else:
-        fields["tool_choice"] = choice
-    fields["tools"] = [
-        Tool.of(name, each.description, each.parameters, each.strict) for name, _, each in body.functions
-    ] or None
+        choice = NamedChoice.of(qualified(choice.name, choice.namespace))
+    tools = [Tool.of(name, each.description, each.parameters, each.strict) for name, _, each in body.functions]
+    fields = body.sampled() | {"messages": messages, "tools": tools or None, "tool_choice": choice}
+    fields |= {"max_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls}
     fields["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
+    if body.text is not None and (format := body.text.format) is not None:
+        schema = format if format.type == "json_schema" else None
+        fields["response_format"] = ResponseFormat.model_construct(type=format.type, json_schema=schema)
     return placed(ChatBody.model_construct(**fields), places)
-
-
-def _format(body: ResponsesBody) -> ResponseFormat | None:
-    format = body.text.format if body.text is not None else None
-    if format is None:
-        return None
-    schema = format if format.type == "json_schema" else None
-    return ResponseFormat.model_construct(type=format.type, json_schema=schema)
 
 
 def _messages(items: Sequence[Said | Called | Returned | Thought]) -> tuple[list[Message], list[str]]:
