@@ -143,10 +143,8 @@ class DecodeConfig:
             object.__setattr__(self, "ngram_size", 5)
         if self.guess_set_size == "auto" and self.window_size != "auto":
             object.__setattr__(self, "guess_set_size", self.window_size)
-        _require(
-            int(self.ngram_size) >= 2,
-            f"ngram_size={self.ngram_size} must be at least 2: a window has ngram_size-1 levels",
-        )
+        levels = "a window has ngram_size-1 levels"
+        _require(int(self.ngram_size) >= 2, f"ngram_size={self.ngram_size} must be at least 2: {levels}")
         _require(
             self.adaptive or not (self.first_token_ms or self.per_token_ms),
             "first_token_ms and per_token_ms go by step times, which only automatic sizes have: leave one of "
@@ -184,13 +182,10 @@ class DecodeConfig:
         levels = int(self.ngram_size) - 1
         window = most // (4 * levels) if self.window_size == "auto" else self.window_size * num_ranks
         guesses = window if self.guess_set_size == "auto" else self.guess_set_size * num_ranks
-        trie = 0
         if self.trie_nodes != "auto":
             trie = self.trie_nodes * num_ranks
-        elif window:
-            trie = max(0, most - window * levels + 1 - guesses * levels)
         else:
-            trie = most
+            trie = max(0, most - window * levels + 1 - guesses * levels) if window else most
         return TreeSizes(
             window_size=window,
             ngram_size=int(self.ngram_size),
@@ -321,13 +316,11 @@ class SamplingParams:
         vars(self).update({**lists, "stop": stop})
         validate(self)
         _require(self.seed < 2**64, f"seed={self.seed} must fit in 64 bits")
-        _require(
-            not 0 < self.temperature < LEAST, f"temperature={self.temperature} must be 0 or from {LEAST} to {MOST}"
-        )
-        _require(
-            self.min_new_tokens <= self.max_new_tokens,
-            f"min_new_tokens={self.min_new_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}",
-        )
+        given = f"temperature={self.temperature}"
+        _require(not 0 < self.temperature < LEAST, f"{given} must be 0 or from {LEAST} to {MOST}")
+        given = f"min_new_tokens={self.min_new_tokens}"
+        most = f"max_new_tokens={self.max_new_tokens}"
+        _require(self.min_new_tokens <= self.max_new_tokens, f"{given} must be from 0 to {most}")
 
     def vary(self, **changes: int) -> SamplingParams:
         """A copy with other values, which are known to be valid: nothing is validated again."""

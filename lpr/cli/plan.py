@@ -138,9 +138,8 @@ def make_plan(args: Args) -> Plan:
     num_graphs = 0 if args.eager else MOST_COMMON
     rows = [footprint(facts, decode, mesh, args.context, size, num_graphs=num_graphs) for mesh in shapes]
     # Half of the context: the mean length of the cache while it fills.
-    asked = Setting(
-        facts, machine, read_measured(measured_values()), args.context // 2, size, args.temperature, args.batch
-    )
+    measured, kv = read_measured(measured_values()), args.context // 2
+    asked = Setting(facts, machine, measured, kv, size, args.temperature, args.batch)
     fitting = [row.mesh for row in rows if row.fits(machine.gpu.memory)]
     temperatures = args.temperature, 0.0 if args.temperature > 0 else 0.8
     predictions = {at: [predict(replace(asked, temperature=at), mesh) for mesh in fitting] for at in temperatures}
@@ -231,17 +230,14 @@ def show(plan: Plan, console: Console) -> None:
     what = f", the first {plan.shared_tokens} of them shared" if plan.shared_tokens else ""
     console.print(
         "loading: what is read beside its place; layers, logits and graphs of the largest steps. Context, NCCL, graphs "
-        "and workspaces are ESTIMATED"
-    )
-    console.print(
+        "and workspaces are ESTIMATED\n"
         f"pool: K/V that each rank has room for; requests: how many of {plan.request_tokens} tokens{what} run at once"
     )
     if facts.low_bit is None:
-        copies = [
-            f"{form} {size / GIB:.2f}, {size / gpu.bandwidth * 1e3:.2f} ms" for form, size in copies_of(plan).items()
-        ]
+        sizes = copies_of(plan).items()
+        copies = "; ".join(f"{form} {size / GIB:.2f}, {size / gpu.bandwidth * 1e3:.2f} ms" for form, size in sizes)
         console.print(
-            f"a copy that drafts (--self-draft, tp 1), GiB and least time of a pass: {'; '.join(copies)}; "
+            f"a copy that drafts (--self-draft, tp 1), GiB and least time of a pass: {copies}; "
             "making one took 2 s for 135M parameters on a core"
         )
         show_divided(plan, console)
@@ -259,15 +255,13 @@ def show(plan: Plan, console: Console) -> None:
 
 def show_divided(plan: Plan, console: Console) -> None:
     """Print the divisions into verifying and draft-only ranks, for one sequence: the best form of a copy for each."""
-    columns = [
-        "verify + draft",
-        *(f"{'greedy' if at == 0 else f'T {at:g}'}: copy, tokens a step, tokens/s" for at in plan.divided),
-    ]
+    what = (f"{'greedy' if at == 0 else f'T {at:g}'}: copy, tokens a step, tokens/s" for at in plan.divided)
     names = list(dict.fromkeys(str(each.roles) for found in plan.divided.values() for each in found))
     best = {at: {str(each.roles): each for each in reversed(found)} for at, found in plan.divided.items()}
     if names:
         rows = [(name, *(str(best[at][name]) for at in plan.divided)) for name in names]
-        console.print(table("ranks that draft with a copy, one sequence, simulated", columns, rows))
+        title = "ranks that draft with a copy, one sequence, simulated"
+        console.print(table(title, ("verify + draft", *what), rows))
         console.print("--draft-ranks runs divisions with one tp for all; several copies are counted as one")
 
 
@@ -305,11 +299,8 @@ def memory_cells(plan: Plan, row: Footprint, needs: MemoryNeeds) -> list[str]:
     """The row of a mesh in the table of memory."""
     parts = (*asdict(needs).values(), row.pool_tokens(plan.machine.gpu.memory) * row.kv_token_bytes + row.state_bytes)
     left = row.left_bytes(plan.machine.gpu.memory)
-    return [
-        str(row.mesh),
-        *(f"{each / GIB:.2f}" for each in parts),
-        f"[{'green' if left >= 0 else 'red'}]{left / GIB:+.1f}[/]",
-    ]
+    shown = f"[{'green' if left >= 0 else 'red'}]{left / GIB:+.1f}[/]"
+    return [str(row.mesh), *(f"{each / GIB:.2f}" for each in parts), shown]
 
 
 def row_json(plan: Plan, row: Footprint) -> dict[str, Any]:

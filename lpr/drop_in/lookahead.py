@@ -12,10 +12,10 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -105,9 +105,8 @@ class Lookahead:
         batch = OutputBatch(input_ids, num_pads, generation_config, logits_processor, stopping_criteria, lpr_streamer)
         sampled = generation_config.do_sample
         seeds = torch.randint(2**63 - 1, (len(prompts),)).tolist() if sampled else [0] * len(prompts)
-        with EngineCache.of(model).engine_for(
-            model, self.decode, prompts, batch.max_new_tokens, self.options
-        ) as engine:
+        call = Call(model, self.decode, len(prompts), max(map(len, prompts)) + batch.max_new_tokens, self.options)
+        with EngineCache.of(model).engine_for(call) as engine:
             requests: dict[Request, OutputRow] = {}
             try:
                 for row, prompt, seed in zip(batch.rows, prompts, seeds, strict=True):
@@ -203,6 +202,23 @@ def _refuse(what: str) -> None:
     raise InputError(f"lpr.lookahead cannot decode with {what}; call generate without custom_generate for that")
 
 
+class Call(NamedTuple):
+    """What a call of `generate` needs of an engine."""
+
+    model: PreTrainedModel
+    decode: DecodeConfig
+    slots: int
+    longest: int  # tokens of the longest row, its output included
+    options: EngineOptions
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The properties that an engine cannot change."""
+        model, options = self.model, self.options
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size  # drafts must not have ids of a larger one
+        return model.device, model.dtype, vocab_size, options, torch.get_num_threads() if options.exact else None
+
+
 class EngineCache:
     """A model's engine between calls.
 
@@ -227,34 +243,26 @@ class EngineCache:
         return model.__dict__.setdefault(cls.NAME, cls())
 
     @contextmanager
-    def engine_for(
-        self,
-        model: PreTrainedModel,
-        decode: DecodeConfig,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        options: EngineOptions,
-    ) -> Iterator[Engine]:
+    def engine_for(self, call: Call) -> Iterator[Engine]:
         """The engine for one call, with a slot per prompt and room for its tokens as far as the model has positions.
 
         The cache grows by powers of two and never shrinks. Learned outputs of earlier calls stay, their K/V does not:
         the model may have been trained in between. While calls of other threads run, one that fits joins them, and
         another one waits. Raises InputError within a call of the same thread.
         """
-        caller, longest = threading.get_ident(), max(map(len, prompts)) + max_new_tokens
+        caller = threading.get_ident()
         with ExitStack() as leaving:
             with self._free:
                 if caller in self._callers:
                     raise InputError("generate with lpr.lookahead cannot run inside another such call on its model")
-                how = model, decode, len(prompts), longest, options
-                if not self._free.wait_for(lambda: not self._callers or self._fits(*how), PATIENCE):
+                if not self._free.wait_for(lambda: not self._callers or self._fits(call), PATIENCE):
                     raise RuntimeError(f"another thread's generate has used this model for {PATIENCE:.0f} seconds")
                 is_alone = not self._callers
                 self._callers.add(caller)
                 leaving.callback(self._leave, caller)
                 if is_alone:
-                    self._mode.enter_context(evaluating(model))
-                    self._make(*how)
+                    self._mode.enter_context(evaluating(call.model))
+                    self._make(call)
                     self._free.notify_all()
                 engine = self.engine
             assert engine is not None
@@ -267,37 +275,26 @@ class EngineCache:
                 self._mode.close()
             self._free.notify_all()
 
-    def _key(self, model: PreTrainedModel, options: EngineOptions) -> tuple[Any, ...]:
-        """The properties that an engine cannot change."""
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size  # drafts must not have ids of a larger one
-        return model.device, model.dtype, vocab_size, options, torch.get_num_threads() if options.exact else None
-
-    def _wanted(self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int) -> DecodeConfig:
+    def _wanted(self, call: Call) -> DecodeConfig:
         """The configuration for a call; no smaller than the engine's."""
-        length = max(256, 1 << (longest - 1).bit_length())
-        length = min(length, wrap(model, None).max_positions or length)
+        slots, length = call.slots, max(256, 1 << (call.longest - 1).bit_length())
+        length = min(length, wrap(call.model, None).max_positions or length)
         if self.engine is not None:
             length, slots = max(length, self.engine.max_length), max(slots, self.engine.decode.max_batch_size)
-        return replace(decode, max_batch_size=slots, max_length=length)
+        return replace(call.decode, max_batch_size=slots, max_length=length)
 
-    def _fits(
-        self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int, options: EngineOptions
-    ) -> bool:
-        if self.engine is None or self._made_for != self._key(model, options):
-            return False
-        return self.engine.decode == self._wanted(model, decode, slots, longest)
+    def _fits(self, call: Call) -> bool:
+        return self.engine is not None and self._made_for == call.key and self.engine.decode == self._wanted(call)
 
-    def _make(
-        self, model: PreTrainedModel, decode: DecodeConfig, slots: int, longest: int, options: EngineOptions
-    ) -> None:
+    def _make(self, call: Call) -> None:
         """Make the engine, or configure the one that there is."""
-        key = self._key(model, options)
+        key = call.key
         if self.engine is not None and (self._made_for != key or not self.engine.replica.watch.is_followed()):
             self.engine = None
-        wanted = self._wanted(model, decode, slots, longest)
+        wanted = self._wanted(call)
         if self.engine is None:
-            with own_attention(model):
-                self.engine = Engine.from_model(model, decode=wanted, options=options)
+            with own_attention(call.model):
+                self.engine = Engine.from_model(call.model, decode=wanted, options=call.options)
             self._made_for = key
         elif self.engine.decode != wanted:
             self.engine.configure(wanted, keep_drafts=True)

@@ -145,12 +145,8 @@ class Compared:
         return f"{self.agreement.form}, {tokens:.2f}, {rate:.0f}"
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self.roles),
-            **asdict(self.agreement),
-            **asdict(self.found),
-            "tokens_per_second": self.found.tokens_per_second,
-        }
+        parts = asdict(self.roles) | asdict(self.agreement) | asdict(self.found)
+        return {**parts, "tokens_per_second": self.found.tokens_per_second}
 
 
 def compare(setting: Setting, num_gpus: int, values: Mapping[str, Any]) -> list[Compared]:

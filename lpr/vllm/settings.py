@@ -51,14 +51,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def fleet(self) -> FleetOptions:
         """The fleet's options, completed from the environment."""
-        return complete(
-            FleetOptions(
-                draft_store=self.draft_store,
-                draft_store_length=self.draft_store_length,
-                draft_snapshots=self.draft_snapshots,
-                draft_snapshot_every=self.draft_snapshot_every,
-            )
-        )
+        names = ("draft_store", "draft_store_length", "draft_snapshots", "draft_snapshot_every")
+        return complete(FleetOptions(**{name: getattr(self, name) for name in names}))
 
 
 def settings_of(additional: Any) -> Settings:
