@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import socket
@@ -12,17 +11,13 @@ from enum import Enum, auto
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lpr.serve import limits
 from lpr.serve.errors import error_body
 
 if TYPE_CHECKING:
     from lpr.serve.port import Port
-
-    _Base = H11Protocol
-else:
-    _Base = asyncio.BufferedProtocol
 
 _READ, _READ_LITTLE = 16 << 10, 1 << 10
 """Most bytes read per connection and turn of the event loop: of a body, and of data that may be many small chunks."""
@@ -48,11 +43,8 @@ SECONDS = {
 """Time limits of the wait states in seconds."""
 
 
-class Connection(_Base):
-    """One connection; a mix-in before a protocol class of uvicorn.
-
-    It reads little at a time, limits bytes outside of bodies, and tells its port when it waits for the client.
-    """
+class Connection(asyncio.BufferedProtocol, HttpToolsProtocol):
+    """One connection. It reads little at a time, limits bytes outside of bodies, and tells its port when it waits."""
 
     _buffer = bytearray(_READ)  # of all connections: its bytes are copied before the next one reads
 
@@ -126,6 +118,13 @@ class Connection(_Base):
             return False
         except OSError:
             return True
+
+    def on_message_begin(self) -> None:
+        """Begin a request, before the previous one is answered if the client has sent it already."""
+        if len(self.pipeline) >= limits.AHEAD.most:
+            self._is_ahead = True
+            raise ValueError("too many requests ahead of their answers")  # uvicorn answers 400
+        super().on_message_begin()
 
     def on_response_complete(self) -> None:
         """Wait for the next request. A body that was not read ends the connection."""
@@ -230,27 +229,6 @@ class _Transport:
         else:
             self._transport.close()
         self._connection.note()
-
-
-class H11Connection(Connection, H11Protocol):
-    """A connection whose requests h11 reads."""
-
-
-KINDS: dict[str, type[Connection]] = {"h11": H11Connection}  # classes of connections by the name of their parser
-with contextlib.suppress(ImportError):
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-    class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
-        """A connection whose requests httptools reads."""
-
-        def on_message_begin(self) -> None:
-            """Begin a request. httptools parses pipelined requests at once (h11 only after the previous answer)."""
-            if len(self.pipeline) >= limits.AHEAD.most:
-                self._is_ahead = True
-                raise ValueError("too many requests ahead of their answers")  # uvicorn answers 400
-            super().on_message_begin()
-
-    KINDS["httptools"] = HttpToolsConnection
 
 
 def answer(status: int, message: str, retry_after: int | None = None) -> bytes:

@@ -17,7 +17,7 @@ from lpr.serve import limits
 from lpr.serve.api.app import build, build_metrics
 from lpr.serve.api.context import Context
 from lpr.serve.api.middleware import Keys
-from lpr.serve.connections import KINDS, Connection
+from lpr.serve.connections import Connection
 from lpr.serve.messages import Facts
 from lpr.serve.metrics import Metrics
 from lpr.serve.options import ServeArgs
@@ -77,8 +77,7 @@ class Routes:
         await self.context.close()
 
     def _make(self, config: uvicorn.Config, port: Port) -> Callable[[], Connection]:
-        kind = KINDS.get("httptools", KINDS["h11"])
-        return lambda: kind(config, self._server.server_state, {}, port=port)
+        return lambda: Connection(config, self._server.server_state, {}, port=port)
 
 
 def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
@@ -92,5 +91,4 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
         ws="none",
         timeout_keep_alive=limits.IDLE_SECONDS.most,
         timeout_graceful_shutdown=5,
-        h11_max_incomplete_event_size=limits.HEAD.most,
     )

@@ -1,4 +1,4 @@
-"""Connections over real sockets, read by h11 and by httptools: limits, time-outs, and who gives way to whom."""
+"""Connections over real sockets: limits, time-outs, and who gives way to whom."""
 
 import asyncio
 import contextlib
@@ -17,14 +17,12 @@ import pytest
 import uvicorn
 
 from lpr.serve import limits, port
-from lpr.serve.connections import GONE, KINDS, SECONDS, Connection, Waits
+from lpr.serve.connections import GONE, SECONDS, Connection, Waits
 from lpr.serve.port import Port
 from tests.fakes.fake_driver import wait_for
 
 GET = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /%s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-
-pytestmark = pytest.mark.parametrize("kind", sorted(KINDS))
 
 
 class App:
@@ -61,13 +59,12 @@ class App:
 
 
 @contextlib.contextmanager
-def running(kind, most=8, tls=None):
+def running(most=8, tls=None):
     """A port with an App behind it: `app`, `connect()`, `ask(path)`, and its `loop`."""
     app, loop = App(), asyncio.new_event_loop()
     listening = Port(socket.create_server(("127.0.0.1", 0)), most, tls)
     config = uvicorn.Config(
         app, log_config=None, lifespan="off", ws="none", timeout_keep_alive=SECONDS[Waits.IDLE],
-        h11_max_incomplete_event_size=limits.HEAD.most,
     )  # fmt: skip
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
@@ -76,7 +73,7 @@ def running(kind, most=8, tls=None):
 
     async def serve():
         serving = asyncio.create_task(server.serve([]))
-        listening.open(lambda: KINDS[kind](config, server.server_state, {}, port=listening))
+        listening.open(lambda: Connection(config, server.server_state, {}, port=listening))
         await serving
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
@@ -163,8 +160,8 @@ def certificate(tmp_path_factory):
     return folder / "c", folder / "k"
 
 
-def test_many_requests_on_one_connection(kind):
-    with running(kind) as service:
+def test_many_requests_on_one_connection():
+    with running() as service:
         link = service.connect()
         assert [service.ask(b"", link) for _ in range(3)] == [(200, b"ok")] * 3
         link.sendall(POST % (b"body", 300_000) + b" " * 300_000)
@@ -180,8 +177,8 @@ def test_many_requests_on_one_connection(kind):
             data += link.recv(65536)
 
 
-def test_idle_connections_keep_nobody_out(kind):
-    with running(kind, most=8) as service:
+def test_idle_connections_keep_nobody_out():
+    with running(most=8) as service:
         idle = [service.connect()]
         idle[0].sendall(b"GET / HT")
         time.sleep(0.05)
@@ -193,9 +190,9 @@ def test_idle_connections_keep_nobody_out(kind):
         assert not is_closed(idle[7], 0.1)
 
 
-def test_idle_connections_that_come_in_one_turn_of_the_loop_give_way_too(kind):
+def test_idle_connections_that_come_in_one_turn_of_the_loop_give_way_too():
     """They are accepted before any of them has been set up."""
-    with running(kind, most=8) as service:
+    with running(most=8) as service:
         service.loop.call_soon_threadsafe(time.sleep, 0.5)
         idle = [service.connect() for _ in range(9)]
         assert service.ask() == (200, b"ok")
@@ -203,8 +200,8 @@ def test_idle_connections_that_come_in_one_turn_of_the_loop_give_way_too(kind):
 
 
 @pytest.mark.parametrize("begun", ["kept alive", "head", "body", "unread"])
-def test_whatever_waits_for_its_client_gives_way(kind, begun):
-    with running(kind, most=8) as service:
+def test_whatever_waits_for_its_client_gives_way(begun):
+    with running(most=8) as service:
         for _ in range(8):
             link = service.connect()
             if begun == "kept alive":
@@ -221,8 +218,8 @@ def test_whatever_waits_for_its_client_gives_way(kind, begun):
         assert [service.ask() for _ in range(8)] == [(200, b"ok")] * 8
 
 
-def test_only_if_all_are_being_answered_a_new_one_is_refused(kind):
-    with running(kind, most=8) as service:
+def test_only_if_all_are_being_answered_a_new_one_is_refused():
+    with running(most=8) as service:
         held = [service.connect() for _ in range(8)]
         for link in held:
             link.sendall(GET % b"hold")
@@ -235,9 +232,9 @@ def test_only_if_all_are_being_answered_a_new_one_is_refused(kind):
         assert service.ask() == (200, b"ok")
 
 
-def test_a_head_has_its_time_however_it_trickles(kind, impatient):
+def test_a_head_has_its_time_however_it_trickles(impatient):
     impatient(HEAD=0.3)
-    with running(kind) as service:
+    with running() as service:
         silent, trickling, blank = (service.connect() for _ in range(3))
         trickling.sendall(b"GET / HTTP/1.1\r\n")
         for _ in range(10):
@@ -249,9 +246,9 @@ def test_a_head_has_its_time_however_it_trickles(kind, impatient):
             assert is_closed(link, 0.1)
 
 
-def test_a_head_that_is_late_gets_a_408(kind, impatient):
+def test_a_head_that_is_late_gets_a_408(impatient):
     impatient(HEAD=0.2)
-    with running(kind) as service:
+    with running() as service:
         link = service.connect()
         assert service.ask(b"", link) == (200, b"ok")
         link.sendall(b"GET / ")
@@ -259,25 +256,25 @@ def test_a_head_that_is_late_gets_a_408(kind, impatient):
         assert status == 408 and "in time" in json.loads(body)["error"]["message"] and is_closed(link)
 
 
-def test_an_idle_connection_ends(kind, impatient):
+def test_an_idle_connection_ends(impatient):
     impatient(IDLE=0.2)
-    with running(kind) as service:
+    with running() as service:
         link = service.connect()
         assert service.ask(b"", link) == (200, b"ok") and is_closed(link, 2)
 
 
-def test_a_body_that_nobody_waits_for_ends(kind, impatient):
+def test_a_body_that_nobody_waits_for_ends(impatient):
     impatient(BODY=0.2)
-    with running(kind) as service:
+    with running() as service:
         link = service.connect()
         link.sendall(POST % (b"body", 10) + b"123")
         assert is_closed(link, 2)
         wait_for(lambda: service.app.gone == 1)
 
 
-def test_an_answer_that_is_not_read_ends(kind, impatient):
+def test_an_answer_that_is_not_read_ends(impatient):
     impatient(UNREAD=0.3)
-    with running(kind) as service:
+    with running() as service:
         link = service.connect()
         link.sendall(GET % b"big")
         time.sleep(0.5)
@@ -290,9 +287,9 @@ def test_an_answer_that_is_not_read_ends(kind, impatient):
         assert len(service.ask(b"big")[1]) == 8 << 20
 
 
-def test_a_slow_reader_gets_its_whole_answer(kind, impatient):
+def test_a_slow_reader_gets_its_whole_answer(impatient):
     impatient(UNREAD=0.5)
-    with running(kind) as service:
+    with running() as service:
         link = service.connect()
         link.sendall(GET % b"big")
         size = 0
@@ -304,8 +301,8 @@ def test_a_slow_reader_gets_its_whole_answer(kind, impatient):
 
 @pytest.mark.parametrize("head", [b"A: " + b"b" * (33 << 10), b"A: b\r\n" * 101, b"\r\n" * (17 << 10)])
 @pytest.mark.parametrize("step", [1 << 20, 5000])
-def test_a_head_is_limited(kind, head, step):
-    with running(kind) as service:
+def test_a_head_is_limited(head, step):
+    with running() as service:
         data = b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n\r\n"
         if not head.strip():
             data = head + data
@@ -317,15 +314,15 @@ def test_a_head_is_limited(kind, head, step):
         assert read(link)[0] == 431 and service.app.calls == 0
 
 
-def test_a_large_head_within_the_limits_is_taken(kind):
-    with running(kind) as service:
+def test_a_large_head_within_the_limits_is_taken():
+    with running() as service:
         link = service.connect()
         link.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + b"A: b\r\n" * 98 + b"B: " + b"b" * 30_000 + b"\r\n\r\n")
         assert read(link) == (200, b"ok")
 
 
-def test_what_comes_besides_a_request_is_limited(kind):
-    with running(kind) as service:
+def test_what_comes_besides_a_request_is_limited():
+    with running() as service:
         early, trailing = service.connect(), service.connect()
         early.sendall((GET % b"hold") + b"GET / HTTP/1.1\r\n")
         trailing.sendall(b"POST /body HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n")
@@ -342,8 +339,8 @@ CHUNKED = b"POST /body HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n
 
 
 @pytest.mark.parametrize("size, expected", [(1, 400), (16, 400), (64, 200), (4096, 200)])
-def test_a_body_in_small_pieces_is_refused_and_read_little_at_a_time(kind, size, expected, monkeypatch):
-    """10,000 chunks of one byte cost the event loop half a second with h11."""
+def test_a_body_in_small_pieces_is_refused_and_read_little_at_a_time(size, expected, monkeypatch):
+    """10,000 chunks of one byte cost the event loop half a second with a parser in Python."""
     turns = []
     received = Connection.data_received
 
@@ -352,7 +349,7 @@ def test_a_body_in_small_pieces_is_refused_and_read_little_at_a_time(kind, size,
         received(self, data)
 
     monkeypatch.setattr(Connection, "data_received", counting)
-    with running(kind) as service:
+    with running() as service:
         link = service.connect()
         chunk = b"%x\r\n" % size + b"x" * size + b"\r\n"
         with contextlib.suppress(OSError):
@@ -363,9 +360,9 @@ def test_a_body_in_small_pieces_is_refused_and_read_little_at_a_time(kind, size,
             assert max(turns) <= 1 << 10 and sum(turns) < 40_000
 
 
-def test_a_client_that_has_gone_is_seen_before_it_is_worked_for(kind):
+def test_a_client_that_has_gone_is_seen_before_it_is_worked_for():
     """Its end is in the socket, though the event loop has not read it yet."""
-    with running(kind) as service:
+    with running() as service:
         leaving = service.connect()
         assert service.ask(b"gone", leaving) == (200, b"ok")
         leaving.sendall(GET % b"gone")
@@ -374,10 +371,10 @@ def test_a_client_that_has_gone_is_seen_before_it_is_worked_for(kind):
         assert service.app.saw_gone == [False, True]
 
 
-def test_a_connection_is_set_up_when_it_speaks_and_not_if_it_has_gone(kind, monkeypatch):
+def test_a_connection_is_set_up_when_it_speaks_and_not_if_it_has_gone(monkeypatch):
     made, was_made = [], Connection.connection_made
     monkeypatch.setattr(Connection, "connection_made", lambda self, _: made.append(self) or was_made(self, _))
-    with running(kind) as service:
+    with running() as service:
         silent = [service.connect() for _ in range(5)]
         service.loop.call_soon_threadsafe(time.sleep, 0.3)
         for words in (b"", GET % b""):
@@ -388,9 +385,9 @@ def test_a_connection_is_set_up_when_it_speaks_and_not_if_it_has_gone(kind, monk
         assert service.ask(b"", silent[3]) == (200, b"ok") and len(made) == 2
 
 
-def test_what_has_been_said_is_answered_however_many_speak_at_once(kind):
+def test_what_has_been_said_is_answered_however_many_speak_at_once():
     """They wait for the service, and not it for them: no further connection takes their place."""
-    with running(kind, most=96) as service:
+    with running(most=96) as service:
         service.loop.call_soon_threadsafe(time.sleep, 0.5)
         links = [service.connect() for _ in range(120)]
         for link in links:
@@ -398,9 +395,9 @@ def test_what_has_been_said_is_answered_however_many_speak_at_once(kind):
         assert [read(link) for link in links] == [(200, b"ok")] * 120
 
 
-def test_an_answer_before_the_end_of_the_body_arrives(kind, impatient):
+def test_an_answer_before_the_end_of_the_body_arrives(impatient):
     impatient(LINGER=0.5)
-    with running(kind) as service:
+    with running() as service:
         link = service.connect()
         link.sendall(POST % (b"", 100 << 20))
         assert read(link) == (200, b"ok") and link.recv(1) == b""
@@ -415,16 +412,16 @@ def test_an_answer_before_the_end_of_the_body_arrives(kind, impatient):
         assert service.app.bytes_read == 0
 
 
-def test_expect_does_not_fetch_a_body_that_nobody_reads(kind):
-    with running(kind) as service:
+def test_expect_does_not_fetch_a_body_that_nobody_reads():
+    with running() as service:
         for path, first in ((b"", b"HTTP/1.1 200"), (b"body", b"HTTP/1.1 100")):
             link = service.connect()
             link.sendall((POST % (path, 1000)).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n"))
             assert link.recv(12) == first
 
 
-def test_no_more_files_is_no_end(kind, monkeypatch, capsys):
-    with running(kind) as service:
+def test_no_more_files_is_no_end(monkeypatch, capsys):
+    with running() as service:
         assert service.ask() == (200, b"ok")
         accept, failures = socket.socket.accept, iter([24, 24])
 
@@ -438,11 +435,11 @@ def test_no_more_files_is_no_end(kind, monkeypatch, capsys):
         assert capsys.readouterr().err.count("Too many open files") == 2  # and not once per turn of the loop
 
 
-def test_half_a_tls_handshake_ends_and_gives_way(kind, impatient, certificate):
+def test_half_a_tls_handshake_ends_and_gives_way(impatient, certificate):
     impatient(HEAD=0.5)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
-    with running(kind, most=8, tls=context) as service:
+    with running(most=8, tls=context) as service:
         client = ssl.create_default_context()
         client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
         idle = [service.connect() for _ in range(8)]
@@ -456,14 +453,14 @@ def test_half_a_tls_handshake_ends_and_gives_way(kind, impatient, certificate):
             assert read(link) == (200, b"ok")
 
 
-def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(kind, seconds=5.0):
+def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(seconds=5.0):
     """Connections that a collection had to free, some thousands at a time, held up the loop for 100 to 340 ms."""
 
     def alive():
         kept = (Connection, asyncio.Transport)
         return sum(issubclass(type(each), kept) for each in gc.get_objects())
 
-    with running(kind, most=64) as service:
+    with running(most=64) as service:
         gc.disable()
         gc.freeze()  # objects of other tests are not looked at, which takes a second each time
         try:
@@ -481,9 +478,9 @@ def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(kind, seconds
             gc.enable()
 
 
-def test_an_answer_that_breaks_off_ahead_of_further_requests_is_no_error(kind, caplog):
+def test_an_answer_that_breaks_off_ahead_of_further_requests_is_no_error(caplog):
     """uvicorn tells only the latest request of a connection that it is lost: the others are answered to their end."""
-    with running(kind) as service:
+    with running() as service:
         with service.connect() as link:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             link.sendall(GET % b"big" + GET % b"")
@@ -539,21 +536,19 @@ def those_who_speak_give_way(patch):
 
 on_readable = Port._on_readable
 FOUND_BY = {
-    those_who_speak_give_way: lambda kind, _: test_what_has_been_said_is_answered_however_many_speak_at_once(kind),
-    nobody_waits: lambda kind, _: test_idle_connections_keep_nobody_out(kind),
+    those_who_speak_give_way: lambda _: test_what_has_been_said_is_answered_however_many_speak_at_once(),
+    nobody_waits: lambda _: test_idle_connections_keep_nobody_out(),
     every_byte_begins_the_wait_anew: test_a_head_has_its_time_however_it_trickles,
-    answers_give_way: lambda kind, _: test_only_if_all_are_being_answered_a_new_one_is_refused(kind),
-    heads_have_no_end: lambda kind, _: test_a_head_is_limited(kind, b"A: b\r\n" * 101, 5000),
-    lost_connections_keep_themselves: (
-        lambda kind, _: test_a_lost_connection_leaves_nothing_to_the_garbage_collector(kind, 1.0)
-    ),
+    answers_give_way: lambda _: test_only_if_all_are_being_answered_a_new_one_is_refused(),
+    heads_have_no_end: lambda _: test_a_head_is_limited(b"A: b\r\n" * 101, 5000),
+    lost_connections_keep_themselves: (lambda _: test_a_lost_connection_leaves_nothing_to_the_garbage_collector(1.0)),
     closing_loses_the_answer: test_an_answer_before_the_end_of_the_body_arrives,
 }
 
 
 @pytest.mark.parametrize("fault", FOUND_BY, ids=lambda fault: fault.__name__)
-def test_a_fault_is_found(kind, fault, impatient, monkeypatch):
+def test_a_fault_is_found(fault, impatient, monkeypatch):
     with monkeypatch.context() as patch:
         fault(patch)
         with pytest.raises((AssertionError, OSError)):
-            FOUND_BY[fault](kind, impatient)
+            FOUND_BY[fault](impatient)

@@ -20,7 +20,7 @@ from lpr.sched.queue import MOST_PRIORITY, Waiting
 from lpr.serve import limits
 from lpr.serve.api import middleware
 from lpr.serve.bodies.completions import ResponseFormat
-from lpr.serve.connections import KINDS, SECONDS, Waits
+from lpr.serve.connections import SECONDS, Waits
 from lpr.serve.errors import ApiError
 from lpr.serve.sandbox import sandbox
 from lpr.serve.stderr import Unblocking
@@ -124,10 +124,7 @@ def test_headers():
             assert service.client.get("/livez", headers=[("A", "b")] * count).status_code == expected
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_ahead(kind, monkeypatch, caplog):
-    if kind == "h11":
-        monkeypatch.delitem(KINDS, "httptools", raising=False)
+def test_ahead(caplog):
     with served(connect=False) as service, links(service.front.port, 2) as (client, greedy):
         client.sendall(LIVEZ * limits.AHEAD.most)
         data = b""
