@@ -17,36 +17,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Chunk",
-    "Completion",
-    "DecodeConfig",
-    "Engine",
-    "EngineOptions",
-    "InputError",
-    "Lookahead",
-    "Request",
-    "SamplingParams",
-    "bundled_model",
-    "lookahead",
-]
+    "Chunk", "Completion", "DecodeConfig", "Engine", "EngineOptions", "InputError", "Lookahead", "Request",
+    "SamplingParams", "bundled_model", "lookahead",
+]  # fmt: skip
 
 _HOMES = {
-    "DecodeConfig": "lpr.config",
-    "InputError": "lpr.config",
-    "SamplingParams": "lpr.config",
-    "Lookahead": "lpr.drop_in.lookahead",
-    "lookahead": "lpr.drop_in.lookahead",
-    "Chunk": "lpr.protocol",
-    "Completion": "lpr.engine.request",
-    "Engine": "lpr.engine.engine",
-    "EngineOptions": "lpr.engine.options",
-    "Request": "lpr.engine.request",
-    "bundled_model": "lpr.model.loader",
-}
+    "config": ("DecodeConfig", "InputError", "SamplingParams"), "drop_in.lookahead": ("Lookahead", "lookahead"),
+    "protocol": ("Chunk",), "engine.request": ("Completion", "Request"), "engine.engine": ("Engine",),
+    "engine.options": ("EngineOptions",), "model.loader": ("bundled_model",),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     # On first use: the core stays importable without loading torch and transformers (3 seconds).
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"lpr.{module}"), name)
     raise AttributeError(f"module 'lpr' has no attribute {name!r}")

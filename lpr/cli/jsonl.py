@@ -183,10 +183,8 @@ class OrderedWriter:
             yield
         except OSError as failure:
             self._failed = True
-            raise InputError(
-                f"cannot write to {self.path}: {failure.strerror or failure}; {self._complete} of {len(self._order)} "
-                "lines are complete there"
-            ) from failure
+            left = f"{self._complete} of {len(self._order)} lines are complete there"
+            raise InputError(f"cannot write to {self.path}: {failure.strerror or failure}; {left}") from failure
 
     def _earlier(self, lines: list[PromptLine]) -> dict[int, str]:
         """The complete records of an earlier run, by line number, where the prompt is still the same."""

@@ -43,7 +43,7 @@ SECONDS = {
 """Time limits of the wait states in seconds."""
 
 
-class Connection(asyncio.BufferedProtocol, HttpToolsProtocol):
+class Connection(asyncio.BufferedProtocol, HttpToolsProtocol):  # type: ignore[misc]
     """One connection. It reads little at a time, limits bytes outside of bodies, and tells its port when it waits."""
 
     _buffer = bytearray(_READ)  # of all connections: its bytes are copied before the next one reads

@@ -27,32 +27,13 @@ _CODES = {
 STATUS = {code: status for status, codes in _CODES.items() for code in codes}
 """HTTP status of each error code; 400 for all others."""
 SHOWN: dict[ErrorCode, str | None] = {
-    ErrorCode.BAD_REQUEST: None,
-    ErrorCode.BODY_TIMEOUT: None,
-    ErrorCode.NO_MESH: "queue_full",
-    ErrorCode.DRAINED: "unavailable",
-    ErrorCode.RANKS_LOST: "unavailable",
-}
+    ErrorCode.BAD_REQUEST: None, ErrorCode.BODY_TIMEOUT: None, ErrorCode.NO_MESH: "queue_full",
+    ErrorCode.DRAINED: "unavailable", ErrorCode.RANKS_LOST: "unavailable",
+}  # fmt: skip
 """`code` in the body, if it differs from the error code."""
-KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable",
-    504: "timeout_error",
-}
-"""`type` in the body, by status."""
-ANTHROPIC_KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    499: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+_SHARED = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
+KINDS = _SHARED | {408: "timeout_error", 503: "service_unavailable"}  # `type` in the body, by status
+ANTHROPIC_KINDS = _SHARED | {413: "request_too_large", 499: "api_error", 503: "overloaded_error"}
 """The same in Anthropic's API."""
 RETRY_AFTER = 5  # default Retry-After of a 503 in seconds
 LONGEST_MESSAGE, LONGEST_NAME = 1000, 200

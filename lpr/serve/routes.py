@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -82,13 +83,5 @@ class Routes:
 
 def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        ws="none",
-        timeout_keep_alive=limits.IDLE_SECONDS.most,
-        timeout_graceful_shutdown=5,
-    )
+    off: Any = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off", "ws": "none"}
+    return uvicorn.Config(app, timeout_keep_alive=limits.IDLE_SECONDS.most, timeout_graceful_shutdown=5, **off)

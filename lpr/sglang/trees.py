@@ -44,11 +44,9 @@ class Trees:
         Entry (i, j) of a tree's mask is 1 if node j is node i or one of its ancestors. A tree with fewer nodes is
         filled with tokens 0 below the root, as SGLang does.
         """
-        sequences = [self._sequence(*each) for each in zip(names, prompts, outputs, strict=True)]
-        news = [
-            _behind(len(each.state), prompt, output)
-            for each, prompt, output in zip(sequences, prompts, outputs, strict=True)
-        ]
+        texts = list(zip(names, prompts, outputs, strict=True))
+        sequences = [self._sequence(*each) for each in texts]
+        news = [_behind(len(each.state), *text[1:]) for each, text in zip(sequences, texts, strict=True)]
         trees = self._chains.draft_trees([each.state for each in sequences], news, self._depth)
         for each in sequences:
             if len(each.state) - each.num_learnt >= LEARN_EVERY:

@@ -56,11 +56,8 @@ def worker_class() -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             spec = get_spec()
-            self.trees = Trees(
-                spec.speculative_num_draft_tokens,
-                spec.speculative_ngram_max_trie_depth,
-                spec.speculative_ngram_capacity,
-            )
+            depth, capacity = spec.speculative_ngram_max_trie_depth, spec.speculative_ngram_capacity
+            self.trees = Trees(spec.speculative_num_draft_tokens, depth, capacity)
             its = ngram_worker.NgramCorpus
             # The base class creates its corpus in its constructor.
             ngram_worker.NgramCorpus = lambda **_: Corpus(self.trees)

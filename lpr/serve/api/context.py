@@ -216,14 +216,12 @@ class Context:
 
     def cancel(self, request: Request, name: str) -> bool:
         """Cancel the key's requests with this id (with or without its kind) or X-Request-Id; False if there is none."""
-        found = [
-            generation
-            for (key, full), (generation, came_with) in self.open.items()
-            if key == key_name(request) and name in (full, full.partition("-")[2], came_with)
-        ]
-        for generation in found:
-            generation.stop()
-        return bool(found)
+        found = False
+        for (key, full), (generation, came_with) in list(self.open.items()):
+            if key == key_name(request) and name in (full, full.partition("-")[2], came_with):
+                generation.stop()
+                found = True
+        return found
 
     def tenant(self, request: Request) -> str:
         """The tenant of a request; "" without keys, or if all share."""

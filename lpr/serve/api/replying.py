@@ -56,13 +56,8 @@ class Reply:
         calls: dict[int, dict[str, Any]] = {}
         for piece in pieces:
             if piece.kind == "call":
-                function = {"name": piece.text, "arguments": ""}
-                calls[piece.call] = {
-                    "index": piece.call,
-                    "id": self.call_id(piece.call),
-                    "type": "function",
-                    "function": function,
-                }
+                begun = {"index": piece.call, "id": self.call_id(piece.call), "type": "function"}
+                calls[piece.call] = {**begun, "function": {"name": piece.text, "arguments": ""}}
             elif piece.kind == "arguments":
                 call = calls.setdefault(piece.call, {"index": piece.call, "function": {"arguments": ""}})
                 call["function"]["arguments"] += piece.text

@@ -64,7 +64,7 @@ def num_values(given: Any, most: int = limits.TEMPLATE_VALUES.most, are_small: b
     return count
 
 
-def _num_entries(given: Any, kind: type = dict) -> int:
+def _num_entries(given: Any, kind: type[dict[Any, Any] | list[Any]] = dict) -> int:
     return len(given) if isinstance(given, kind) else 0
 
 

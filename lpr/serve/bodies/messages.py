@@ -214,16 +214,11 @@ def _messages(turn: Turn) -> Iterator[Message]:
             content = joined(block.content or "")
             yield Message.model_construct(role="tool", content=content, tool_call_id=block.tool_use_id)
     texts = [block for block in blocks if isinstance(block, Text)]
-    calls = [
-        ToolCall.of(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
-        for block in blocks
-        if isinstance(block, ToolUse)
-    ]
+    used = [block for block in blocks if isinstance(block, ToolUse)]
+    calls = [ToolCall.of(each.id, each.name, json.dumps(each.input, ensure_ascii=False)) for each in used]
     thoughts = "\n".join(block.thinking for block in blocks if isinstance(block, Thinking))
     if texts or calls or thoughts:
+        content, thought = joined(texts) if texts else None, thoughts or None
         yield Message.model_construct(
-            role=turn.role,
-            content=joined(texts) if texts else None,
-            tool_calls=calls or None,
-            reasoning_content=thoughts or None,
+            role=turn.role, content=content, tool_calls=calls or None, reasoning_content=thought
         )

@@ -204,26 +204,22 @@ class EngineBridge(StepHooks):
 
     def _change(self, message: messages.LoadAdapter | messages.UnloadAdapter) -> None:
         """Load or unload an adapter; later requests wait for it."""
-        name, engine = message.name, self.engine
+        name = message.name
         try:
-            done = (
-                engine.load_adapter(name, message.path)
-                if isinstance(message, messages.LoadAdapter)
-                else engine.unload_adapter(name)
-            )
+            if isinstance(message, messages.LoadAdapter):
+                self._changes[name] = self.engine.load_adapter(name, message.path)
+            else:
+                self._changes[name] = self.engine.unload_adapter(name)
         except InputError as failure:
-            done = Future()
-            done.set_exception(failure)
-        self._changes[name] = done
+            self._changes[name] = Future()
+            self._changes[name].set_exception(failure)
 
     def _tell_changes(self) -> None:
         if not all(done.done() for done in self._changes.values()):  # the front drops adapters that are not listed
             return
         for name, done in self._changes.items():
-            failure = done.exception()
-            self._line.send(
-                messages.Adapters(adapters_of(self.engine), name, None if failure is None else str(failure))
-            )
+            failure = None if done.exception() is None else str(done.exception())
+            self._line.send(messages.Adapters(adapters_of(self.engine), name, failure))
         self._changes.clear()
 
     def begin_step(self) -> None:
