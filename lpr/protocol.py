@@ -160,10 +160,7 @@ class Chunk(msgspec.Struct, array_like=True):
     """As in Submit, up to the end of this chunk."""
 
     def after(self, num_tokens: int, num_characters: int) -> Chunk:
-        """The part behind `num_tokens` tokens and `num_characters` characters, which were delivered already.
-
-        Raises ProtocolError if the chunk begins after them.
-        """
+        """The part behind so many delivered tokens and characters; raises ProtocolError if the chunk begins later."""
         cut, cut_text = num_tokens - self.start, num_characters - self.start_character
         if (self.token_ids and cut < 0) or (self.text and cut_text < 0):
             raise ProtocolError(f"request {self.id} goes on at token {self.start}, and {num_tokens} were delivered")

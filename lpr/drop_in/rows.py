@@ -98,10 +98,7 @@ class OutputRow:
 
     @property
     def processors(self) -> list[Processor]:
-        """The processors for the engine.
-
-        The functions themselves if possible: some of them need no synchronisation with the device.
-        """
+        """The processors for the engine: the functions themselves if possible, as some need no synchronisation."""
         keeps = self.batch.keeps_scores or self.batch.keeps_logits
         if not keeps and not self._pads.numel() and all(map(is_row_by_row, self._functions)):
             return list(self._functions)

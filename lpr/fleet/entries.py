@@ -67,10 +67,7 @@ def decode(data: object) -> Entry | None:
 
 
 def within_vocabulary(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, int]:
-    """A history (int32 [num_tokens]) with END for ids outside the vocabulary, and the number of such ids.
-
-    A document ends at each of them, so no draft spans the gap.
-    """
+    """A history (int32 [num_tokens]) with END, a document's end, for ids outside the vocabulary, and their number."""
     outside = (tokens < END) | (tokens >= vocab_size)
     count = int(np.count_nonzero(outside))
     return (np.where(outside, np.int32(END), tokens) if count else tokens), count

@@ -73,10 +73,7 @@ class Metered:
 
 
 def connect(url: str) -> Redis:
-    """A client with a connection of its own, opened at the first call and again after each failure.
-
-    Its password is that of the URL, or else of the environment.
-    """
+    """A client with its own connection, opened anew after failures; its password is the URL's or the environment's."""
     options: dict[str, Any] = dict(parse_url(url))
     if password := os.environ.get(PASSWORD):
         options.setdefault("password", password)

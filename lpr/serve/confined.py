@@ -32,10 +32,7 @@ def confine() -> None:
 
 
 def filter_calls() -> None:
-    """Install a seccomp filter that refuses system calls that no task needs; requires `confine` first.
-
-    Does nothing if the kernel has no seccomp filters.
-    """
+    """Install a seccomp filter, if the kernel has them, that refuses unneeded system calls. `confine` comes first."""
     if sys.platform != "linux" or platform.machine() not in _AUDIT:
         return
     machine = platform.machine()

@@ -147,10 +147,7 @@ class Generation:
                 yield event
 
     async def collected(self, interval: float) -> AsyncIterator[list[Event]]:
-        """The events of every `interval` seconds until all choices are finished; some lists are empty.
-
-        Raises as `events` does.
-        """
+        """The events of every `interval` seconds until all have finished; some lists are empty. Raises as `events`."""
         assert self._gone is not None
         due = time.monotonic()
         while any(choice.finish_reason is None for choice in self._all):

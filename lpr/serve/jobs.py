@@ -113,10 +113,7 @@ class Jobs:
 
 
 def blame(running: Sequence[Job], everything: Iterable[Job]) -> Job | None:
-    """Count a death of all ranks while they worked on `running`; returns the request that caused it, if certain.
-
-    In that case the counts of `everything` else are reset.
-    """
+    """Count a death of all ranks as they worked on `running`. Returns its cause, if certain, and acquits all others."""
     for job in running:
         job.deaths += 1
         job.lone_deaths = job.lone_deaths + 1 if len(running) == 1 else 0

@@ -58,10 +58,7 @@ class Adapters(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """Front to driver: end a request as stopped, because its text is complete by rules that the engine does not know.
-
-    The driver answers with a last chunk that carries the usage.
-    """
+    """Front to driver: end a request as stopped, by rules that the engine does not know. A last chunk has its usage."""
 
     id: int
 

@@ -184,10 +184,7 @@ class Metrics:
 
 
 class _FleetCollector(Collector):
-    """Cached prefixes, the cache's size and shared drafts, for routers and dashboards: read from the latest load.
-
-    The counts restart with the ranks, as Prometheus expects of counters.
-    """
+    """Counts and sizes in the latest load. The counts restart with the ranks, as Prometheus expects of counters."""
 
     def __init__(self, service: Service, names: Mapping[str, str]) -> None:
         self._service = service

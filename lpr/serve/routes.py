@@ -56,10 +56,7 @@ class Routes:
         return self._serving
 
     def load(self, facts: Facts) -> bool:
-        """Serve the model of `facts`; returns False if it is served already.
-
-        Raises InputError or ValueError for bad settings.
-        """
+        """Serve the model of `facts`; False if it is served already. Raises InputError or ValueError."""
         if self.context.served is not None and self.context.served.facts.max_length == facts.max_length:
             return False
         args = self._args

@@ -49,10 +49,7 @@ class Sandbox:
     def __init__(
         self, module: str, seconds: float, memory: int, size: int = 1, weights: Mapping[str, float] | None = None
     ) -> None:
-        """Run tasks of `module` with `seconds` of CPU time and `memory` bytes each, in `size` processes.
-
-        `weights` are the keys' weights in the sharing of the processes.
-        """
+        """Run tasks of `module` with `seconds` of CPU time and `memory` bytes each; keys share by `weights`."""
         self._within = (seconds, memory)
         self._workers = [_Worker(module) for _ in range(size)]
         self._idle = list(self._workers)

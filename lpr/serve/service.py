@@ -89,10 +89,7 @@ class Service:
         return self.mesh.facts
 
     def check_room(self, num_requests: int, num_tokens: int, key: str = "") -> None:
-        """Raise ApiError if the queue has no room for `num_requests` more requests with `num_tokens` prompt tokens.
-
-        `key` is the name of the client's key, whose requests have their own limit.
-        """
+        """Raise ApiError if the queue, or a `key`'s part of it, has no room for so many requests and prompt tokens."""
         self.check_ready()
         code, room = self._overloaded, self._room
         if num_requests > room:

@@ -13,10 +13,7 @@ from lpr.serve.generation import Choice, Generation
 
 
 def tracer(endpoint: str, model: str, exporter: Any = None) -> Callable[[Request, Generation], None]:
-    """A function that sends the span of an answered request to an OTLP/HTTP `endpoint`, or to `exporter`.
-
-    Raises InputError if OpenTelemetry is not installed.
-    """
+    """A function that sends the span of a request to an OTLP/HTTP `endpoint` or `exporter`; raises InputError."""
     try:
         from opentelemetry.propagate import extract
         from opentelemetry.sdk.resources import Resource

@@ -89,10 +89,7 @@ class StepClock:
         return (interpolate(row, 2 * num_sequences) / plain - 1) / num_sequences
 
     def begin(self, now: float, running: Sequence[Request], is_whole: bool) -> None:
-        """A step has ended at `now` (seconds), which brought tokens to the `running` requests.
-
-        It `is_whole` if every row of it got some.
-        """
+        """A step has ended at `now` (seconds) with tokens for the `running` requests; for all rows if it `is_whole`."""
         began, self._began = self._began, now
         evaluated = [self._evaluates.get(request, 0) for request in running]
         if self._is_measured and is_whole and all(evaluated) and now > began:

@@ -255,10 +255,7 @@ class _EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], block: int, stall: float, end: Callable[[], None]) -> None:
-        """Send `events`, each padded to a multiple of `block` bytes.
-
-        A client that reads nothing for `stall` seconds is disconnected. `end` is called at the end.
-        """
+        """Send `events` in blocks of `block` bytes; a client that reads nothing for `stall` seconds is disconnected."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events

@@ -42,10 +42,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
 async def prepare(
     request: Request, context: Context, served: Served, body: ChatBody, ceiling: int | None = None
 ) -> tuple[list[Submit], Replies]:
-    """The requests of a conversation, and the parser settings of their replies; raises ApiError.
-
-    `ceiling` is a maximum number of output tokens, reduced to what fits.
-    """
+    """The requests of a conversation, of at most `ceiling` tokens, and their replies' parser; raises ApiError."""
     with renaming(body.places):
         text = await chat_text(request, served, body)
         replies = served.replies(body, text)

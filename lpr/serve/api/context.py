@@ -131,10 +131,7 @@ class Context:
         return await unless_gone(request.receive, self.grammars.compiled(wanted, key_name(request)))
 
     async def aside(self, request: Request, size: int, work: Callable[[], R]) -> R:
-        """Run `work` on a text of `size` in a thread.
-
-        Raises ApiError if too many requests wait for a thread, DisconnectedError if the client disconnects.
-        """
+        """Run `work` on a text of `size` in a thread; raises ApiError if too many wait, and DisconnectedError."""
         loop = asyncio.get_running_loop()
         turn = self._turns.run(key_name(request), size, lambda: loop.run_in_executor(self._pool, work))
         return await unless_gone(request.receive, turn)
@@ -175,10 +172,7 @@ class Context:
         limits: Callable[[], TextLimit] | None = None,
         model: str | None = None,
     ) -> Generation:
-        """Accept the requests `wanted`, with the settings of the key and the body. Raises ApiError.
-
-        The `model` is that of `body`, if there is one.
-        """
+        """Accept the requests `wanted` with the settings of key and body; `model` without a body. Raises ApiError."""
         key, named = key_name(request), self.ready().check_model(model if body is None else body.model)
         adapter = (self.service.adapters or {}).get(named)
         common: dict[str, Any] = {"share": key, "weight": self.service.weights.get(key, 1.0)}

@@ -39,10 +39,7 @@ Parse = Callable[[Scope, bytes, Receive], Awaitable[None]]
 
 class Keys:
     def __init__(self, keys: Iterable[tuple[str, str]] = (), weights: Mapping[str, float] | None = None) -> None:
-        """Store the digests of `keys`, pairs of name and key; digests are compared in constant time.
-
-        `weights` are the weights of names in the sharing of slots; default: 1.
-        """
+        """Keep the digests of `keys`, pairs of name and key, and the names' `weights` in the sharing of slots (1)."""
         self._digests = [(name, _digest(key)) for name, key in keys]
         self.names = list(dict.fromkeys(name for name, _ in self._digests))
         self.weights = {name: (weights or {}).get(name, 1.0) for name in self.names}

@@ -47,10 +47,7 @@ def _at_most(most: int, size: Callable[[Any], int], what: str) -> BeforeValidato
 
 
 def num_values(given: Any, most: int = limits.TEMPLATE_VALUES.most, are_small: bool = True) -> int:
-    """Values within JSON, counted until they are more than `most`.
-
-    Raises ValueError for a number that is too large, if they are to be small.
-    """
+    """Values within JSON, counted up to `most`; raises ValueError for a large number if they are to be small."""
     level, count = [given], 0
     while level and count <= most:
         each = level.pop()

@@ -169,10 +169,7 @@ class EngineBridge(StepHooks):
             self.engine.hooks = StepHooks()
 
     def _obey(self, received: Sequence[messages.ToDriver]) -> bool:
-        """Handle the front's messages; False after Stop.
-
-        Ends are handled before new requests; of these only as many are submitted as do not delay running ones.
-        """
+        """Handle the front's messages, new requests last and as many as delay no running ones; False after Stop."""
         for message in received:
             if isinstance(message, Stop):
                 return False

@@ -118,19 +118,13 @@ class ChatTemplates:
         return self._fits[name]
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **more: Any) -> str:
-        """The prompt of messages as they are; `more` are `tools` and variables, none of RESERVED.
-
-        Raises TemplateError.
-        """
+        """The prompt of messages as they are, with `tools` and variables (none of RESERVED); raises TemplateError."""
         return self._render(
             self._name(bool(more.get("tools"))), messages, {"add_generation_prompt": add_generation_prompt, **more}
         )
 
     def fitted(self, messages: Sequence[Plain], **more: Any) -> tuple[str, str | None]:
-        """The prompt of a client's messages, fitted to the template, and the place of a text that is missing in it.
-
-        Raises TemplateError.
-        """
+        """The prompt of messages fitted to the template, and the place of a text it lacks; raises TemplateError."""
         name = self._name(bool(more.get("tools")))
         if "reasoning_effort" in more:
             more["reasoning_effort"] = self._effort(name, more["reasoning_effort"])

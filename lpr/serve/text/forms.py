@@ -318,10 +318,7 @@ class Calls:
         reader.end_object()
 
     def _pair(self, tags: Tags, begin: str, kind: Any, schema: Mapping[str, Any]) -> Parsing[str]:
-        """Read the value of an argument. Strings are streamed.
-
-        Returns the mark that ends the value if it is not the argument's own end tag.
-        """
+        """Read an argument's value; strings are streamed. Returns the mark that ends it if not its own end tag."""
         reader, found = self._reader, kinds(kind, schema)
         hold = 0 if not found or found == {"string"} else 5 if found == {"string", "null"} else sys.maxsize
         early: list[str] = []

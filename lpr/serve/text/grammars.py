@@ -44,20 +44,14 @@ class Grammars:
         return find_spec("llguidance") is not None
 
     async def compiled(self, wanted: ResponseFormat, key: str = "") -> str:
-        """The grammar of a text in llguidance's JSON form, for a client with `key`.
-
-        Raises ApiError for one that cannot be used, and if llguidance is not installed.
-        """
+        """The grammar of a text in llguidance's JSON form; raises ApiError if it, or llguidance, cannot be used."""
         kind, text = wanted.type, wanted.regex or wanted.grammar or ""
         if wanted.text_schema is not None:
             kind, text = "json_schema", json.dumps(wanted.text_schema, separators=(",", ":"))
         return await self._checked("response_format." + _PARAMS.get(wanted.type, "type"), kind, text, key)
 
     async def held(self, lark: str, schemas: Mapping[str, Any], key: str = "") -> str:
-        """As `compiled`, for lpr's grammar of tool calls.
-
-        Raises ApiError that names the faulty tool; `schemas` are those of the tools, by name.
-        """
+        """As `compiled`, for lpr's grammar of calls of tools with these `schemas`; the ApiError names a faulty one."""
         try:
             return await self._checked("tools", "lark", lark, key)
         except ApiError as failure:

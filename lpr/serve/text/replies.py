@@ -61,10 +61,7 @@ class Replies:
         return digits[:9] if format is not None and format.short_ids else f"call_{digits[:24]}"
 
     def grammar(self, tokens: Tokens, answer: Any = None) -> str:
-        """A Lark grammar for replies with calls, or with a started thought; "" if they are unconstrained.
-
-        `answer` is the JSON schema of a text.
-        """
+        """A Lark grammar for replies with calls or a begun thought, else ""; `answer` is the JSON schema of a text."""
         format, thoughts = self.family.format, self.family.thoughts
         is_framed = format is not None and bool(format.text)
         is_free = answer is None and not (self.tools and (self.choice == "required" or self.is_strict))

@@ -236,10 +236,7 @@ class Scanner:
         yield
 
     def within(self, wanted: Marks) -> Parsing[tuple[str, str]]:
-        """Take the text before the first of some marks, and the mark ("" at the end of the reply).
-
-        Raises MalformedError if more than REREAD characters come before it.
-        """
+        """Take the text before a mark, and the mark ("" at the end); raises MalformedError beyond REREAD characters."""
         while True:
             found = wanted.pattern.search(self._text, self._at, self._at + REREAD)
             if found is None and len(self._text) - self._at < REREAD and not self._ended:

@@ -216,10 +216,7 @@ class Served:
         return ids
 
     def prediction(self, body: Sampling, prompt: str) -> list[int]:
-        """The ids that the output of `prompt` is predicted to follow, up to the longest possible output.
-
-        Without a prediction in `body`, the ids of the window that the prompt asks to rewrite.
-        """
+        """The ids that the output may follow: those of `body`, or of the window that the prompt asks to rewrite."""
         text = body.prediction.text if body.prediction is not None else window_of(prompt)
         longest = self.facts.max_length
         return self.tokens.encode(self.tokens.head(text, longest), False)[:longest] if text else []
