@@ -154,14 +154,10 @@ class Connection(asyncio.BufferedProtocol, HttpToolsProtocol):  # type: ignore[m
         return self._framing > self._body // 8
 
     @property
-    def is_sending(self) -> bool:
-        """True if the client is in the middle of a request."""
-        return self._is_ahead or bool(self._head) or (self.cycle is not None and self.cycle.more_body)
-
-    @property
     def may_linger(self) -> bool:
-        """True if the connection should stay open after an answer that came early."""
-        return self.is_sending and self._port.may_linger
+        """True if the connection should stay open after an answer that came early, amid a request."""
+        is_sending = self._is_ahead or bool(self._head) or (self.cycle is not None and self.cycle.more_body)
+        return is_sending and self._port.may_linger
 
     def note(self) -> None:
         """Report the current wait state to the port."""

@@ -32,10 +32,7 @@ class Routes:
     def __init__(self, service: Service, args: ServeArgs, keys: Keys, replica: str, template: str | None) -> None:
         """Prepare the endpoints for clients with `keys`; `template` is --chat-template's text."""
         self._args, self._keys, self._replica, self._template = args, keys, replica, template
-        metrics = Metrics(service, args.names[0])
-        self.context = Context(service, metrics, args.request_timeout, args.share_drafts)
-        self.context.pad_stream, self.context.stream_interval = args.pad_stream, args.stream_interval / 1e3
-        self.context.names_prefix = args.fleet.replica_name is not None or args.fleet.draft_store is not None
+        self.context = Context(service, Metrics(service, args.names[0]), args)
         if args.otlp is not None:
             from lpr.serve.telemetry import tracer
 

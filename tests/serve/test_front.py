@@ -653,7 +653,7 @@ def test_delete_ends_all_that_came_with_an_x_request_id(service):
 
 def test_a_stream_has_its_id_before_its_first_event():
     """Two requests can be taken before either answer begins, and one that never begins gives its id back."""
-    context = Context(service=SimpleNamespace(weights={}), metrics=None, request_timeout=1.0)
+    context = Context(service=SimpleNamespace(weights={}), metrics=None, args=ServeArgs())
     request = Request({"type": "http", "state": {"request_id": "a"}})
 
     class Idle:

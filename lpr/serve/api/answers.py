@@ -174,8 +174,8 @@ async def answer(
         stack.enter_context(context.running(request, name, generation))
         if stream:
             generation.keeps_logprobs = False
-            events, block = _events(context, generation, form), BLOCK if context.pad_stream else 1
-            return _EventStream(events, block, context.request_timeout, stack.pop_all().close)
+            events, block = _events(context, generation, form), BLOCK if context.args.pad_stream else 1
+            return _EventStream(events, block, context.args.request_timeout, stack.pop_all().close)
         async with generation:
             try:
                 await generation.finish()
@@ -192,7 +192,7 @@ async def answer(
 
 async def _events(context: Context, generation: Generation, form: Form) -> AsyncGenerator[bytes, None]:
     """One event per step and choice, or per --stream-interval. An error is sent as the last event."""
-    choices, interval = generation.choices, context.stream_interval
+    choices, interval = generation.choices, context.args.stream_interval / 1e3
     try:
         async with generation:
             for data in form.begin(choices):

@@ -24,6 +24,7 @@ from lpr.serve.errors import ApiError, bad
 from lpr.serve.generation import DisconnectedError, Generation, TextLimit, disconnected
 from lpr.serve.limits import PRIORITY
 from lpr.serve.metrics import Metrics
+from lpr.serve.options import ServeArgs
 from lpr.serve.sandbox import ExhaustedError, Sandbox, sandbox
 from lpr.serve.service import Service
 from lpr.serve.text.grammars import Grammars
@@ -44,22 +45,19 @@ R = TypeVar("R")
 class Context:
     service: Service
     metrics: Metrics
-    request_timeout: float  # in seconds
-    share_drafts: str = "key"  # requests that share drafts: "none", those of a "key", or "all"
-    pad_stream: bool = False  # pad what streams send to blocks of one size
-    stream_interval: float = 0.0  # seconds between the events of a stream; 0: one event per step
+    args: ServeArgs
     served: Served | None = None  # None until the model is loaded
     open: dict[tuple[str, str], tuple[Generation, str]] = field(default_factory=dict)
     """Running requests by the name of their key and their id, with the X-Request-Id of the answer, which several may
     share. DELETE reaches those of the same key only."""
     trace: Callable[[Request, Generation], None] | None = None
     """Called with every answered request, if spans are wanted."""
-
-    names_prefix: bool = False  # answers carry the keys of their prompt's prefix, which a router of a fleet asks for
     _starting: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        weights = self.service.weights
+        weights, fleet = self.service.weights, self.args.fleet
+        self.names_prefix = fleet.replica_name is not None or fleet.draft_store is not None
+        """Answers carry the keys of their prompt's prefix, which a router of a fleet asks for."""
         self.checks: Sandbox = sandbox(
             "lpr.serve.checks", limits.BODY_TIME, limits.BODY_MEMORY, limits.PROCESSES.most, weights
         )
@@ -176,14 +174,14 @@ class Context:
         key, named = key_name(request), self.ready().check_model(model if body is None else body.model)
         adapter = (self.service.adapters or {}).get(named)
         common: dict[str, Any] = {"share": key, "weight": self.service.weights.get(key, 1.0)}
-        common |= {"tenant": self.tenant(request), "learns": self.share_drafts != "none"}
+        common |= {"tenant": self.tenant(request), "learns": self.args.share_drafts != "none"}
         common["adapter"] = adapter.digest if adapter is not None else ""
         if body is not None:
             common["priority"] = max(-PRIORITY.most, min(PRIORITY.most, body.priority))
         details = body is not None and bool(body.return_sources)
         texts = [msgspec.structs.replace(each, **common, details=details) for each in wanted]
         known = [msgspec.structs.replace(each, **common) for each in scored]
-        return Generation(self.service, texts, request.receive, self.request_timeout, key, limits, known)
+        return Generation(self.service, texts, request.receive, self.args.request_timeout, key, limits, known)
 
     @contextmanager
     def running(self, request: Request, name: str, generation: Generation) -> Iterator[None]:
@@ -219,7 +217,7 @@ class Context:
 
     def tenant(self, request: Request) -> str:
         """The tenant of a request; "" without keys, or if all share."""
-        return "" if self.share_drafts == "all" else key_name(request)
+        return "" if self.args.share_drafts == "all" else key_name(request)
 
 
 async def begin(request: Request, user: str | None = None) -> tuple[Context, Served]:

@@ -233,15 +233,13 @@ class EngineBridge(StepHooks):
             self._send()
 
     @property
-    def _is_idle(self) -> bool:
-        return self.engine.is_idle and not self._new and (self._drafts is None or not self._drafts.is_waiting)
-
-    @property
     def _patience(self) -> float:
         """Seconds to wait for the front's next message."""
         if self._changes or len(self._new) > len(self._compiling) or not self.engine.is_idle:
             return 0.0
-        return COMPILING_EVERY if self._compiling else PULSE_EVERY if self._is_idle else 0.0
+        if self._compiling:
+            return COMPILING_EVERY
+        return 0.0 if self._drafts is not None and self._drafts.is_waiting else PULSE_EVERY
 
     def _learn(self) -> None:
         """Learn some finished outputs of other replicas, and hand over a snapshot if one is due."""

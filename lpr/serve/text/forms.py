@@ -372,7 +372,7 @@ class Calls:
                 found = bool((yield from reader.starts(*self._closes, *self._announced, *more))) or reader.is_over
             raise MalformedError  # so that it is read again
 
-        yield from reader.attempt(look, _drop)
+        yield from reader.attempt(look, lambda text: None)
         return found
 
 
@@ -380,7 +380,3 @@ def _attribute(text: str) -> str:
     """A name in a tag, with or without quotes."""
     found = re.match(r"""\s*(["'])(.*?)\1""", text)
     return found[2] if found else text.strip()
-
-
-def _drop(text: str) -> None:
-    pass
