@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from functools import cache, partial
 from math import isfinite
-from typing import Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -17,6 +17,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     StringConstraints,
     Tag,
+    create_model,
     model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
@@ -193,72 +194,41 @@ def _known(kind: type[Body]) -> dict[str, bool]:
     }
 
 
-class Harmless(Body):
+_IGNORED = (
+    # Nothing is stored, and hosted tools, whose calls `max_tool_calls` counts, are not called.
+    "metadata", "client_metadata", "safety_identifier", "store", "service_tier", "verbosity", "prompt_cache_retention",
+    "prompt_cache_options", "cache_control", "context_management", "max_tool_calls", "inference_geo", "speed",
+    "user_profile_id", "workspace_id", "diagnostics", "betas",
+    # llama.cpp's. Prompts are always cached, and slots found by their longest common prefix; contexts are not shifted.
+    # Parameters of samplers count only beside those that switch them on, in `_ONLY`.
+    "cache_prompt", "id_slot", "t_max_prompt_ms", "timings_per_token", "return_progress", "n_keep", "n_discard",
+    "min_keep", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+    "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
+)  # fmt: skip
+"""Fields of every route without effect."""
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "dynatemp_range": (0,), "typical_p": (1,), "xtc_probability": (0,), "dry_multiplier": (0,), "mirostat": (0,),
+    "top_n_sigma": (-1, 0), "n_probs": (0,), "post_sampling_probs": (False,), "lora": ([],), "grammar": ("",),
+    "parse_tool_calls": (True,), "reasoning_format": ("auto", "deepseek"), "t_max_predict_ms": (0,),
+    # vLLM's and others'.
+    "echo": (False,), "length_penalty": (1,), "use_beam_search": (False,), "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,), "return_tokens_as_token_ids": (False,), "include_reasoning": (True,),
+    "bad_words": ([],), "documents": ([],), "logits_processors": ([],), "mcp_servers": ([],), "safe_prompt": (False,),
+    "top_logprobs": (0,),
+}  # fmt: skip
+"""Fields of which no values but these can be honoured."""
+if TYPE_CHECKING:
+    _Fields = Body
+else:
+    _fields = {name: (Ignored, None) for name in _IGNORED}
+    _fields |= {name: (Annotated[Any, Only(*values)], None) for name, values in _ONLY.items()}
+    _Fields = create_model("_Fields", __base__=Body, __module__=__name__, **_fields)
+
+
+class Harmless(_Fields):
     """Fields that clients send to every route, and that change no text. docs/serving.md shows them."""
 
-    metadata: Ignored = None
-    client_metadata: Ignored = None
-    safety_identifier: Ignored = None
-    store: Ignored = None  # nothing is stored
-    service_tier: Ignored = None
-    verbosity: Ignored = None
-    prompt_cache_retention: Ignored = None
-    prompt_cache_options: Ignored = None
-    cache_control: Ignored = None
-    context_management: Ignored = None
-    max_tool_calls: Ignored = None  # counts calls of hosted tools
-    inference_geo: Ignored = None
-    speed: Ignored = None
-    user_profile_id: Ignored = None
-    workspace_id: Ignored = None
-    diagnostics: Ignored = None
-    betas: Ignored = None
-    # llama.cpp's. Parameters of samplers count only beside those that switch them on, below.
-    cache_prompt: Ignored = None  # prompts are always cached, and the text is the same
-    id_slot: Ignored = None  # slots are found by their longest common prefix
-    t_max_prompt_ms: Ignored = None  # as in llama.cpp
-    timings_per_token: Ignored = None
-    return_progress: Ignored = None
-    n_keep: Ignored = None  # contexts are not shifted
-    n_discard: Ignored = None
-    min_keep: Ignored = None
-    dynatemp_exponent: Ignored = None
-    xtc_threshold: Ignored = None
-    dry_base: Ignored = None
-    dry_allowed_length: Ignored = None
-    dry_penalty_last_n: Ignored = None
-    dry_sequence_breakers: Ignored = None
-    mirostat_tau: Ignored = None
-    mirostat_eta: Ignored = None
     repeat_last_n: Ignored = None
-
-    dynatemp_range: Annotated[Any, Only(0)] = None
-    typical_p: Annotated[Any, Only(1)] = None
-    xtc_probability: Annotated[Any, Only(0)] = None
-    dry_multiplier: Annotated[Any, Only(0)] = None
-    mirostat: Annotated[Any, Only(0)] = None
-    top_n_sigma: Annotated[Any, Only(-1, 0)] = None
-    n_probs: Annotated[Any, Only(0)] = None
-    post_sampling_probs: Annotated[Any, Only(False)] = None
-    lora: Annotated[Any, Only([])] = None
-    grammar: Annotated[Any, Only("")] = None
-    parse_tool_calls: Annotated[Any, Only(True)] = None
-    reasoning_format: Annotated[Any, Only("auto", "deepseek")] = None
-    t_max_predict_ms: Annotated[Any, Only(0)] = None
-    # vLLM's and others'.
-    echo: Annotated[Any, Only(False)] = None
-    length_penalty: Annotated[Any, Only(1)] = None
-    use_beam_search: Annotated[Any, Only(False)] = None
-    include_stop_str_in_output: Annotated[Any, Only(False)] = None
-    spaces_between_special_tokens: Annotated[Any, Only(True)] = None
-    return_tokens_as_token_ids: Annotated[Any, Only(False)] = None
-    include_reasoning: Annotated[Any, Only(True)] = None
-    bad_words: Annotated[Any, Only([])] = None
-    documents: Annotated[Any, Only([])] = None
-    logits_processors: Annotated[Any, Only([])] = None
-    mcp_servers: Annotated[Any, Only([])] = None
-    safe_prompt: Annotated[Any, Only(False)] = None
-    top_logprobs: Annotated[Any, Only(0)] = None
 
     @model_validator(mode="after")
     def _counts_all(self) -> Harmless:
