@@ -71,9 +71,7 @@ def _read(value: Any, hint: Any) -> Any:
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if Path in members:
-        return Path(msgspec.convert(value, str))
-    return msgspec.convert(value, hint)
+    return Path(msgspec.convert(value, str)) if Path in members else msgspec.convert(value, hint)
 
 
 def _with_mesh(path: Path, values: dict[str, Any]) -> dict[str, Any]:

@@ -146,8 +146,8 @@ class Generation:
             if event is not None or chunk is None:
                 yield event
 
-    async def collected(self, interval: float) -> AsyncIterator[list[Event]]:
-        """The events of every `interval` seconds until all have finished; some lists are empty. Raises as `events`."""
+    async def collected(self, interval: float) -> AsyncIterator[Event | None]:
+        """As `events`, with the steps that a choice has in `interval` seconds as one event; None if there are none."""
         assert self._gone is not None
         due = time.monotonic()
         while any(choice.finish_reason is None for choice in self._all):
@@ -156,10 +156,15 @@ class Generation:
             await asyncio.wait({self._gone}, timeout=max(0.0, wait))
             if self._gone.done():
                 raise DisconnectedError
-            taken = [self._take(self._inbox.take()) for _ in range(len(self._inbox))]
-            if not taken:
+            if not self._inbox:
                 self._check_time()
-            yield [event for event in taken if event is not None]
+            joined: dict[tuple[int, bool], Event] = {}  # a failure is not joined: it ends the stream
+            for each in [self._take(self._inbox.take()) for _ in range(len(self._inbox))]:
+                if each is not None:
+                    place = each.choice.index, each.chunk.failure is not None
+                    joined[place] = joined[place].joined(each) if place in joined else each
+            for event in joined.values() or (None,):
+                yield event
 
     async def finish(self) -> None:
         """Wait for all choices; raises DisconnectedError or ApiError."""

@@ -197,7 +197,7 @@ async def _events(context: Context, generation: Generation, form: Form) -> Async
         async with generation:
             for data in form.begin(choices):
                 yield form.encode(data)
-            steps = _collected(generation, interval) if interval else generation.events(KEEP_ALIVE)
+            steps = generation.collected(interval) if interval else generation.events(KEEP_ALIVE)
             async for each in steps:
                 if each is None:
                     yield b": keep-alive\n\n"
@@ -221,19 +221,6 @@ async def _written(context: Context, form: Form, make: Callable[[], Iterable[Any
     if form.is_heavy:
         return await context.in_thread(lambda: [form.encode(data) for data in make()])
     return [form.encode(data) for data in make()]
-
-
-async def _collected(generation: Generation, interval: float) -> AsyncGenerator[Event | None, None]:
-    """One event per choice with the steps of each `interval` seconds; None if no choice has one."""
-    async for steps in generation.collected(interval):
-        joined: dict[tuple[int, bool], Event] = {}  # a failure is not joined: it ends the stream
-        for each in steps:
-            place = each.choice.index, each.chunk.failure is not None
-            joined[place] = joined[place].joined(each) if place in joined else each
-        for each in joined.values():
-            yield each
-        if not joined:
-            yield None
 
 
 def padded(data: bytes, block: int) -> bytes:

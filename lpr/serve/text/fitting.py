@@ -173,9 +173,7 @@ class Fit:
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content or ())
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
 
 
 def _joined(contents: Iterable[Any]) -> Any:

@@ -51,9 +51,7 @@ class Tokens:
             return _ids(self._literal, text)
         mark = _ids(self._literal, _MARK)
         marked = _ids(self._literal, _MARK + text)
-        if marked[: len(mark)] == mark:
-            return marked[len(mark) :]
-        return _ids(self._literal, text)
+        return marked[len(mark) :] if marked[: len(mark)] == mark else _ids(self._literal, text)
 
     def tail(self, text: str, num_tokens: int) -> str:
         """The end of a text, long enough for its last `num_tokens` tokens."""
