@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from lpr.protocol import Chunk, ErrorCode, Submit
 from lpr.serve.api.answers import OpenAIForm, answer
-from lpr.serve.api.context import STREAM, Context, aside, begin, context_of, is_long, key_name, unless_gone
+from lpr.serve.api.context import STREAM, aside, begin, context_of, is_long, key_name, unless_gone
 from lpr.serve.api.parsing import JsonRoute
 from lpr.serve.api.replying import Reply
 from lpr.serve.bodies.completions import ChatBody, Sampling, TokenizeBody
@@ -34,15 +34,14 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/beta/chat/completions", include_in_schema=False)  # DeepSeek's path for answers that go on
 async def chat(body: ChatBody, request: Request) -> Response:
     """Write the next message of a conversation."""
-    context, served = await begin(request, body.user)
-    wanted, replies = await prepare(request, context, served, body)
-    return await answer_as_chat(context, request, served, body, wanted, "chatcmpl", replies)
+    await begin(request, body.user)
+    return await answer_as_chat(request, body, *await prepare(request, body))
 
 
-async def prepare(
-    request: Request, context: Context, served: Served, body: ChatBody, ceiling: int | None = None
-) -> tuple[list[Submit], Replies]:
+async def prepare(request: Request, body: ChatBody, ceiling: int | None = None) -> tuple[list[Submit], Replies]:
     """The requests of a conversation, of at most `ceiling` tokens, and their replies' parser; raises ApiError."""
+    context = context_of(request)
+    served = context.ready()
     with renaming(body.places):
         text = await chat_text(request, served, body)
         replies = served.replies(body, text)
@@ -112,17 +111,12 @@ async def _encoded(request: Request, served: Served, text: str, body: ChatBody |
 
 
 async def answer_as_chat(
-    context: Context,
-    request: Request,
-    served: Served,
-    body: Sampling,
-    wanted: list[Submit],
-    kind: str,
-    replies: Replies = PLAIN,
+    request: Request, body: Sampling, wanted: list[Submit], replies: Replies = PLAIN, kind: str = "chatcmpl"
 ) -> Response:
     """Generate the requests `wanted` and answer in the shape of a chat."""
+    context = context_of(request)
     name = context.name(request, kind, body.request_id)
-    form = _ChatForm(served, body, name, wanted[0].num_prompt, replies)
+    form = _ChatForm(context.ready(), body, name, wanted[0].num_prompt, replies)
     return await answer(context, request, name, context.generation(request, body, wanted), form, body.stream)
 
 

@@ -24,6 +24,7 @@ from lpr.serve.text.tokens import Tokens
 
 router = APIRouter(route_class=JsonRoute)
 
+Prompts = Sequence[str | list[int]]  # as the client gives them
 MOST_IN_HOLE = 512  # default of `max_tokens` for fill-in-the-middle, if they fit
 
 
@@ -34,7 +35,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     """Continue `prompt`; with `suffix`, write what belongs between the two."""
     context, served = await begin(request, body.user)
     served.check_model(body.model)
-    given = _checked(served, body)
+    given = _checked(body)
     least = sum(served.check_length(text) for text in given if isinstance(text, str))
     # Refused here if the queue is full, before texts are encoded and parameters built.
     context.service.check_room(_best_of(body) * len(given), _best_of(body) * least)
@@ -61,7 +62,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
 @router.post("/v1/fim/completions", summary="Fill in the middle, as Mistral's API", responses=STREAM)
 async def fill(body: FimBody, request: Request) -> Response:
     """Write what belongs between `prompt` and `suffix`; the answer is shaped like a chat's."""
-    context, served = await begin(request, body.user)
+    _, served = await begin(request, body.user)
     filler = served.need_filler("suffix")
     served.check_length(body.prompt)
     served.check_length(body.suffix or "", "suffix")
@@ -71,7 +72,7 @@ async def fill(body: FimBody, request: Request) -> Response:
     most = body.max_tokens if body.max_tokens is not None else min(MOST_IN_HOLE, served.most(len(ids)))
     params = served.params(plain, served.room(plain, len(ids), most), stop_token_ids=filler.end_ids)
     wanted = [Submit.of(ids, params, served.delivered(plain, params))]
-    return await answer_as_chat(context, request, served, plain, wanted, "fim")
+    return await answer_as_chat(request, plain, wanted, kind="fim")
 
 
 def _best_of(body: CompletionBody) -> int:
@@ -79,7 +80,7 @@ def _best_of(body: CompletionBody) -> int:
     return body.best_of if body.best_of is not None else body.n or 1
 
 
-def _checked(served: Served, body: CompletionBody) -> list[str | list[int]]:
+def _checked(body: CompletionBody) -> Prompts:
     """The prompts as given; raises ApiError for fields that cannot be combined."""
     best_of = _best_of(body)
     if best_of < (body.n or 1):
@@ -90,14 +91,11 @@ def _checked(served: Served, body: CompletionBody) -> list[str | list[int]]:
         raise bad("echo", "echo does not go with suffix")
     if body.max_tokens == 0 and not body.echo:
         raise bad("max_tokens", "max_tokens must be at least 1, unless echo asks for the prompt alone")
-    is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
-    given: list[Any] = [body.prompt] if is_one else list(body.prompt)
-    return given
+    prompt: Any = body.prompt
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def _encoded(
-    served: Served, body: CompletionBody, given: Sequence[str | list[int]]
-) -> tuple[list[list[int]], list[str]]:
+def _encoded(served: Served, body: CompletionBody, given: Prompts) -> tuple[list[list[int]], list[str]]:
     """The prompts' ids, and the text that `echo` puts before each prompt's output; raises ApiError."""
     prompts = [_ids(served, body, prompt) for prompt in given]
     if not body.echo:
@@ -107,12 +105,7 @@ def _encoded(
 
 
 def _wanted(
-    served: Served,
-    body: CompletionBody,
-    given: Sequence[str | list[int]],
-    prompts: Sequence[list[int]],
-    rooms: Sequence[int],
-    grammar: str,
+    served: Served, body: CompletionBody, given: Prompts, prompts: list[list[int]], rooms: list[int], grammar: str
 ) -> list[Submit]:
     """The requests to generate; raises ApiError. The parameters are validated once, because few values differ."""
     more: dict[str, Any] = {"stop_token_ids": served.need_filler("suffix").end_ids} if body.suffix else {}

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -111,11 +110,7 @@ class Context:
         self.checks.prepare(*model, fits, grammars)
 
     async def grammar(
-        self,
-        request: Request,
-        wanted: ResponseFormat | None,
-        held: str = "",
-        schemas: Mapping[str, Any] = MappingProxyType({}),
+        self, request: Request, wanted: ResponseFormat | None, held: str = "", schemas: Mapping[str, Any] | None = None
     ) -> str:
         """A grammar in llguidance's JSON form, "" for plain text; raises ApiError or DisconnectedError.
 
@@ -123,7 +118,7 @@ class Context:
         tools, by name.
         """
         if held:
-            return await unless_gone(request.receive, self.grammars.held(held, schemas, key_name(request)))
+            return await unless_gone(request.receive, self.grammars.held(held, schemas or {}, key_name(request)))
         if wanted is None or wanted.type == "text":
             return ""
         return await unless_gone(request.receive, self.grammars.compiled(wanted, key_name(request)))

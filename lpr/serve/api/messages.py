@@ -31,7 +31,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     """Write the next message of a conversation."""
     chat = chat_asked(request, body)
     context, served = await begin(request, chat.user)
-    wanted, replies = await prepare(request, context, served, chat, body.max_tokens)
+    wanted, replies = await prepare(request, chat, body.max_tokens)
     name = context.name(request, "msg", body.request_id)
     form = _MessageForm(served, replies, wanted[0], body, name)
     return await answer(context, request, name, context.generation(request, chat, wanted), form, body.stream)

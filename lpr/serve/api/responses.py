@@ -36,7 +36,7 @@ async def respond(body: ResponsesBody, request: Request) -> Response:
     context, served = await begin(request, body.user)
     chat = chat_asked(request, body)
     with renaming(_OWN_NAMES):
-        wanted, replies = await prepare(request, context, served, chat)
+        wanted, replies = await prepare(request, chat)
     name = context.name(request, "resp", body.request_id)
     form = _ResponseForm(served, replies, wanted[0], body, name)
     return await answer(context, request, name, context.generation(request, chat, wanted), form, body.stream)

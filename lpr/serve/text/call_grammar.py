@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lpr.core.grammar import WHITE_SPACE
-from lpr.serve.text.calls import MARK, Format, Thoughts, Tools
-from lpr.serve.text.forms import BARE, QWEN, Tags
-from lpr.serve.text.typed import branches, kinds
+from lpr.serve.text.calls import MARK
+from lpr.serve.text.forms import BARE, QWEN, Format, Tags, Thoughts
+from lpr.serve.text.typed import Tools, branches, kinds
 
 _ANNOTATIONS = ("title", "description", "examples", "default", "$comment")
 

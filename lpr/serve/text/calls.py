@@ -11,9 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lpr.serve.text.forms import DSML, GLM, INVOKE, QWEN, Format, Thoughts, Tools
-
-__all__ = ["FORMATS", "MARK", "NAMES", "Format", "Thoughts", "Tools", "find_format", "find_thoughts"]
+from lpr.serve.text.forms import DSML, GLM, INVOKE, QWEN, Format, Thoughts
 
 MARK = re.compile(r"<[^\s<>]*>|\[[A-Z_/]+\]")  # texts that a tokenizer may have as single tokens
 

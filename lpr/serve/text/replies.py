@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lpr.serve.text.call_grammar import CallGrammar
-from lpr.serve.text.calls import MARK, Format, Thoughts, Tools, find_format, find_thoughts
-from lpr.serve.text.forms import Calls
+from lpr.serve.text.calls import MARK, find_format, find_thoughts
+from lpr.serve.text.forms import Calls, Format, Thoughts
 from lpr.serve.text.reader import Reader
 from lpr.serve.text.scanner import Parsing
 from lpr.serve.text.tokens import Tokens
+from lpr.serve.text.typed import Tools
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from lpr.serve.bodies.completions import ChatBody, NamedChoice, Sampling, Tokeni
 from lpr.serve.bodies.fields import SAMPLER_LETTERS
 from lpr.serve.errors import ApiError, bad, too_long
 from lpr.serve.messages import Facts
-from lpr.serve.text.calls import NAMES, Thoughts
+from lpr.serve.text.calls import NAMES
 from lpr.serve.text.chat_template import MOST_RENDERED, ChatTemplates
 from lpr.serve.text.fim import Filler, filler
 from lpr.serve.text.fitting import text_of
+from lpr.serve.text.forms import Thoughts
 from lpr.serve.text.replies import Family, Replies
 from lpr.serve.text.tokens import Tokens
 from lpr.serve.text.windows import window_of
