@@ -77,8 +77,7 @@ def simulate(
             extra += 1
         num_tokens += accepted + 1 + extra
         # After a correct chain, the first further pass's choice may equal the bonus token.
-        known = further[: extra + 1]
-        chain = further[extra + 1 :][:LONGEST] if stands and all(known) else []
+        chain = further[extra + 1 :][:LONGEST] if stands and all(further[: extra + 1]) else []
     return Pipelined(num_tokens / num_steps, num_passes / num_steps, seconds / num_steps)
 
 
@@ -153,9 +152,9 @@ def compare(setting: Setting, num_gpus: int, values: Mapping[str, Any]) -> list[
     """Every division with every form of a copy, the fastest first; empty for models without a copy."""
     if setting.facts.states or setting.facts.low_bit is not None:
         return []
-    memory, found = setting.machine.gpu.memory, []
+    memory, found = setting.machine.gpu.memory, list[Compared]()
     for form in FORMS:
         agreement = read_agreement(values, form, setting.temperature or 0.0)
-        for roles in roles_of(setting.facts, num_gpus, memory, form, setting.element_size):
-            found.append(Compared(roles, agreement, pipelined(setting, roles, agreement)))
+        divisions = roles_of(setting.facts, num_gpus, memory, form, setting.element_size)
+        found += [Compared(roles, agreement, pipelined(setting, roles, agreement)) for roles in divisions]
     return sorted(found, key=lambda each: -each.found.tokens_per_second)

@@ -81,8 +81,7 @@ def check_body(kind: str, body: bytes, has_keys: bool = False) -> bytes:
     try:
         checked = _adapter(kind).validate_python(value, from_attributes=True)  # as FastAPI: same messages
     except ValidationError as failure:
-        first = failure.errors(include_url=False, include_input=False)[0]
-        raise from_validation(first) from None
+        raise from_validation(failure.errors(include_url=False, include_input=False)[0]) from None
     keys = prefix_keys(value) if has_keys else []
     del value
     return _packed([_rendered(checked) or [checked, None, None, None], keys])

@@ -63,8 +63,7 @@ class ApiError(Exception):
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        is_anthropic = path.startswith("/v1/messages")
-        body = anthropic_error(self.status, self.message) if is_anthropic else self.body()
+        body = anthropic_error(self.status, self.message) if path.startswith("/v1/messages") else self.body()
         return JSONResponse(body, self.status, headers)
 
 

@@ -204,8 +204,7 @@ class Front:
 
     async def _show_progress(self) -> None:
         scheme = "https" if self.args.tls_cert else "http"
-        address = f"{scheme}://{self.args.host}:{self.port}"
-        print(f"lpr.serve: listening on {address}", flush=True)
+        print(f"lpr.serve: listening on {scheme}://{self.args.host}:{self.port}", flush=True)
         if self._metrics is not None:
             host = self.args.metrics_host or self.args.host
             print(f"lpr.serve: metrics at {scheme}://{host}:{self._metrics.number}/metrics", flush=True)
@@ -228,9 +227,8 @@ def _listen(host: str, port: int, needs_loopback: bool = False) -> socket.socket
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if needs_loopback and not ipaddress.ip_address(address[0]).is_loopback:
-            raise InputError(
-                f"--host {host}: others reach this address, so give --api-key, --api-key-file or --insecure"
-            )
+            why = "others reach this address, so give --api-key, --api-key-file or --insecure"
+            raise InputError(f"--host {host}: {why}")
         found = socket.socket(family, kind, protocol)
     except OSError as failure:
         raise InputError(f"--host {host}: {failure.strerror or failure}") from failure

@@ -59,8 +59,7 @@ class Routes:
         args = self._args
         defaults = read_defaults(args.generation_config, facts.generation, args.override_generation_config)
         served = Served(facts, args.names, args.fim, self._template, defaults, args.tool_call_parser)
-        service = self.context.service
-        served.adapters = lambda: service.adapters or ()
+        served.adapters = lambda: self.context.service.adapters or ()
         self.context.load(served)
         return True
 

@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -130,8 +131,7 @@ def _work(task: Task, functions: Mapping[str, Any], writer: int) -> NoReturn:
         for kind, most in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, FILES)):
             resource.setrlimit(kind, (most, most))
         with contextlib.suppress(OSError, ValueError):  # Linux only
-            with open("/proc/self/statm", encoding="ascii") as file:
-                memory = task.memory + int(file.read().split()[0]) * resource.getpagesize()
+            memory = task.memory + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         filter_calls()
         with os.fdopen(writer, "wb") as output:

@@ -51,8 +51,7 @@ class Turns:
         self._waiting.append(task)
         self._begin()
         try:
-            result: R = await task.done
-            return result
+            return await task.done
         finally:
             if task in self._waiting:
                 self._waiting.remove(task)

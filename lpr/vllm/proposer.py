@@ -90,5 +90,4 @@ class Proposer:
     def _begin(self, text: np.ndarray, num_prompt: int) -> Request:
         tenant = tenant_of(text[:num_prompt], self._settings.share)
         running = {request.tenant for request in self._requests.running.values()}
-        shared = self._sources.index_of(tenant, running)
-        return Request(ChainState(self._sizes, shared), tenant, num_prompt)
+        return Request(ChainState(self._sizes, self._sources.index_of(tenant, running)), tenant, num_prompt)

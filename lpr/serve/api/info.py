@@ -127,10 +127,8 @@ async def readyz(request: Request) -> Response:
     reason = service.ready_reason()
     if reason is not None:
         return JSONResponse({"status": "unavailable", "reason": reason}, 503, {"Retry-After": "5"})
-    ranks = {"present": service.mesh.num_ranks, "wanted": service.mesh.num_wanted}
-    return JSONResponse(
-        {"status": "ok", "running": service.num_running, "waiting": service.num_waiting, "ranks": ranks}
-    )
+    state = {"status": "ok", "running": service.num_running, "waiting": service.num_waiting}
+    return JSONResponse({**state, "ranks": {"present": service.mesh.num_ranks, "wanted": service.mesh.num_wanted}})
 
 
 @health.get("/livez", summary="Alive")

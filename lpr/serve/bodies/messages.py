@@ -218,5 +218,5 @@ def _messages(turn: Turn) -> Iterator[Message]:
     calls = [ToolCall.of(each.id, each.name, json.dumps(each.input, ensure_ascii=False)) for each in used]
     thoughts = "\n".join(block.thinking for block in blocks if isinstance(block, Thinking))
     if texts or calls or thoughts:
-        said = {"content": joined(texts) if texts else None, "reasoning_content": thoughts or None}
+        said: dict[str, Any] = {"content": joined(texts) if texts else None, "reasoning_content": thoughts or None}
         yield Message.model_construct(role=turn.role, tool_calls=calls or None, **said)

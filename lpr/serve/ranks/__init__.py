@@ -48,5 +48,4 @@ def conceal(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 def concealed() -> list[str]:
     """The flags in this process's environment. They are taken out of it, so that its own children do not get them."""
-    found: list[str] = json.loads(os.environ.pop(SECRETS, "[]"))
-    return found
+    return json.loads(os.environ.pop(SECRETS, "[]"))

@@ -123,8 +123,6 @@ class Tokens:
 
 def _ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
     if len(text) <= LONG:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     # The same, but other threads can run meanwhile: `encode` keeps the interpreter's lock, for a second per MiB.
-    ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-    return ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
