@@ -11,53 +11,29 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from lpr.serve import limits
-from lpr.serve.bodies.fields import (
-    Body,
-    Choices,
-    Few,
-    FunctionName,
-    Grammar,
-    Ignored,
-    Label,
-    MaybeCount,
-    Most,
-    Names,
-    Natural,
-    NumTop,
-    Sampled,
-    Stops,
-    TextOr,
-    TokenId,
-    by_type,
-    few_ids,
-    few_parts,
-    few_tool_values,
-    few_values,
-    tagged,
-    without,
-)
+from lpr.serve.bodies import fields
 
 
-class StreamOptions(Body):
+class StreamOptions(fields.Body):
     include_usage: bool = False
-    include_obfuscation: Ignored = None  # --pad-stream does this
+    include_obfuscation: fields.Ignored = None  # --pad-stream does this
     continuous_usage_stats: bool = False
 
 
-class JsonSchema(Body):
+class JsonSchema(fields.Body):
     """OpenAI's wrapper of a JSON schema."""
 
-    name: Label = "schema"
-    description: Grammar | None = None
+    name: fields.Label = "schema"
+    description: fields.Grammar | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(fields.Body):
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
     regex: str | None = Field(default=None, max_length=limits.REGEX.most)
-    grammar: Grammar | None = None
+    grammar: fields.Grammar | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
@@ -77,15 +53,15 @@ class ResponseFormat(Body):
         return schema if schema is not None else {"type": "object"}
 
 
-class TextPart(Body):
+class TextPart(fields.Body):
     type: Literal["text"]
     text: str
-    cache_control: Ignored = None  # prompts are always cached
-    prompt_cache_breakpoint: Ignored = None
-    annotations: Ignored = None
+    cache_control: fields.Ignored = None  # prompts are always cached
+    prompt_cache_breakpoint: fields.Ignored = None
+    annotations: fields.Ignored = None
 
 
-class RefusalPart(Body):
+class RefusalPart(fields.Body):
     type: Literal["refusal"]
     refusal: str
 
@@ -94,26 +70,26 @@ class RefusalPart(Body):
         return self.refusal
 
 
-class Prediction(Body):
+class Prediction(fields.Body):
     """Text that the output is likely to repeat in large part, as when a file is edited (OpenAI's predicted outputs)."""
 
     type: Literal["content"]
-    content: TextOr[Annotated[Few[TextPart], Field(max_length=limits.FIELDS.most)]]
+    content: fields.TextOr[Annotated[fields.Few[TextPart], Field(max_length=limits.FIELDS.most)]]
 
     @property
     def text(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Sampling(Sampled):
+class Sampling(fields.Sampled):
     """Fields that completions and chats share."""
 
-    n: Choices | None = None
-    stop: Stops = None
+    n: fields.Choices | None = None
+    stop: fields.Stops = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
-    n_predict: MaybeCount | None = None  # llama.cpp's max_tokens; 0: only fill the cache
+    n_predict: fields.MaybeCount | None = None  # llama.cpp's max_tokens; 0: only fill the cache
     add_special_tokens: bool | None = None  # vLLM's
     return_sources: bool | None = None  # lpr's: name the draft source of every token
 
@@ -124,12 +100,12 @@ class Sampling(Sampled):
         return self
 
 
-Ids = Annotated[Few[TokenId], Field(min_length=1)]
+Ids = Annotated[fields.Few[fields.TokenId], Field(min_length=1)]
 Prompt = (
     str
     | Ids
-    | Annotated[Few[str], Field(min_length=1, max_length=limits.CHOICES.most)]
-    | Annotated[Few[Ids], Field(min_length=1, max_length=limits.CHOICES.most)]
+    | Annotated[fields.Few[str], Field(min_length=1, max_length=limits.CHOICES.most)]
+    | Annotated[fields.Few[Ids], Field(min_length=1, max_length=limits.CHOICES.most)]
 )
 
 
@@ -139,12 +115,12 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class CompletionBody(Sampling):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[Prompt, few_ids]
+    prompt: Annotated[Prompt, fields.few_ids]
     suffix: str | None = None
-    max_tokens: Annotated[Natural | None, without(-1)] = 16
-    best_of: Choices | None = None
+    max_tokens: Annotated[fields.Natural | None, fields.without(-1)] = 16
+    best_of: fields.Choices | None = None
     echo: bool | None = None
-    logprobs: NumTop | None = None
+    logprobs: fields.NumTop | None = None
 
     @model_validator(mode="after")
     def _predicts(self) -> CompletionBody:
@@ -155,17 +131,17 @@ class CompletionBody(Sampling):
         return self
 
 
-class CalledFunction(Body):
-    name: FunctionName
+class CalledFunction(fields.Body):
+    name: fields.FunctionName
     arguments: str
 
 
-class ToolCall(Body):
-    id: Label
-    cache_control: Ignored = None
+class ToolCall(fields.Body):
+    id: fields.Label
+    cache_control: fields.Ignored = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Natural | None = None  # of a stream's delta, which clients send back
+    index: fields.Natural | None = None  # of a stream's delta, which clients send back
 
     @classmethod
     def of(cls, id: str, name: str, arguments: str) -> ToolCall:
@@ -173,18 +149,18 @@ class ToolCall(Body):
         return cls.model_construct(id=id, type="function", function=function)
 
 
-class Function(Body):
-    name: FunctionName
-    description: Grammar | None = None
+class Function(fields.Body):
+    name: fields.FunctionName
+    description: fields.Grammar | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     return_: dict[str, Any] | None = Field(default=None, alias="return")  # transformers': templates show it
 
 
-class Tool(Body):
+class Tool(fields.Body):
     type: Literal["function"]
     function: Function
-    cache_control: Ignored = None
+    cache_control: fields.Ignored = None
 
     @classmethod
     def of(cls, name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> Tool:
@@ -192,11 +168,11 @@ class Tool(Body):
         return cls.model_construct(type="function", function=function)
 
 
-class FunctionChoice(Body):
-    name: FunctionName
+class FunctionChoice(fields.Body):
+    name: fields.FunctionName
 
 
-class NamedChoice(Body):
+class NamedChoice(fields.Body):
     type: Literal["function"]
     function: FunctionChoice
 
@@ -210,15 +186,16 @@ def joined(content: str | list[Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-Parts = Few[Annotated[Annotated[TextPart, tagged("text")] | Annotated[RefusalPart, tagged("refusal")], by_type()],]
+_Part = Annotated[TextPart, fields.tagged("text")] | Annotated[RefusalPart, fields.tagged("refusal")]
+Parts = fields.Few[Annotated[_Part, fields.by_type()]]
 
 
-class Message(Body):
+class Message(fields.Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: TextOr[Parts] | None = None
-    name: Label | None = None
-    tool_call_id: Label | None = None
-    tool_calls: Few[ToolCall] | None = None
+    content: fields.TextOr[Parts] | None = None
+    name: fields.Label | None = None
+    tool_call_id: fields.Label | None = None
+    tool_calls: fields.Few[ToolCall] | None = None
     function_call: CalledFunction | None = None  # what a call was before there were tools
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name of it
@@ -226,8 +203,8 @@ class Message(Body):
     refusal: str | None = None
     prefix: bool | None = None  # DeepSeek's and Mistral's: the answer goes on where this one, the last, ends
     partial: bool | None = None  # Moonshot's name of it
-    annotations: Ignored = None
-    cache_control: Ignored = None
+    annotations: fields.Ignored = None
+    cache_control: fields.Ignored = None
 
     def plain(self) -> dict[str, Any]:
         """The message as lpr.serve.text.fitting takes it."""
@@ -246,27 +223,27 @@ class Message(Body):
 
 
 _FUNCTION = "call_000000000000000000000000"  # the id of a call that has none
-Messages = Annotated[Few[Message], Field(min_length=1, max_length=limits.MESSAGES.most), few_parts]
-Tools = Annotated[Few[Tool], Field(max_length=limits.TOOLS.most), few_tool_values]
+Messages = Annotated[fields.Few[Message], Field(min_length=1, max_length=limits.MESSAGES.most), fields.few_parts]
+Tools = Annotated[fields.Few[Tool], Field(max_length=limits.TOOLS.most), fields.few_tool_values]
 
 
 class ChatBody(Sampling):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    max_tokens: Most = None
-    max_completion_tokens: Most = None
+    max_tokens: fields.Most = None
+    max_completion_tokens: fields.Most = None
     logprobs: bool | None = None
-    top_logprobs: NumTop | None = None
+    top_logprobs: fields.NumTop | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], few_values] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], fields.few_values] | None = None
     reasoning_effort: Effort | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    modalities: Annotated[Few[Literal["text"]], Field(max_length=limits.FIELDS.most)] | None = None
-    response_fields: Names | None = None
+    modalities: Annotated[fields.Few[Literal["text"]], Field(max_length=limits.FIELDS.most)] | None = None
+    response_fields: fields.Names | None = None
     t_max_predict_ms: float | None = None  # without effect where n_predict is 0, as llama.vscode sends it
 
     _places: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -293,10 +270,10 @@ class ChatBody(Sampling):
         return self
 
 
-class TokenizeBody(Body):
+class TokenizeBody(fields.Body):
     """`POST /tokenize`: vLLM's `prompt` or `messages`, or llama.cpp's `content`."""
 
-    model: Label | None = None
+    model: fields.Label | None = None
     prompt: str | None = None
     content: str | None = None
     messages: Messages | None = None
@@ -314,11 +291,11 @@ class TokenizeBody(Body):
         return self
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(fields.Body):
     """`POST /detokenize`."""
 
-    model: Label | None = None
-    tokens: Annotated[Few[TokenId], Field(max_length=limits.DETOKENIZED.most)]
+    model: fields.Label | None = None
+    tokens: Annotated[fields.Few[fields.TokenId], Field(max_length=limits.DETOKENIZED.most)]
 
 
 def placed(chat: ChatBody, places: Sequence[str]) -> ChatBody:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from lpr.serve import limits
+from lpr.serve.bodies import fields
 from lpr.serve.bodies.completions import (
     ChatBody,
     Effort,
@@ -21,61 +22,43 @@ from lpr.serve.bodies.completions import (
     joined,
     placed,
 )
-from lpr.serve.bodies.fields import (
-    Body,
-    Few,
-    FunctionName,
-    Grammar,
-    Harmless,
-    Ignored,
-    Label,
-    Positive,
-    Sampled,
-    Stop,
-    TextOr,
-    by_type,
-    few_call_values,
-    few_parts,
-    few_tool_values,
-    tagged,
-)
 
 
-class Text(Body):
+class Text(fields.Body):
     type: Literal["text"]
     text: str
-    cache_control: Ignored = None  # prompts are always cached
-    citations: Ignored = None
+    cache_control: fields.Ignored = None  # prompts are always cached
+    citations: fields.Ignored = None
 
 
-Texts = Annotated[Few[Text], Field(max_length=limits.MESSAGES.most)]
+Texts = Annotated[fields.Few[Text], Field(max_length=limits.MESSAGES.most)]
 
 
-class ToolUse(Body):
+class ToolUse(fields.Body):
     type: Literal["tool_use"]
-    id: Label
-    name: FunctionName
-    input: Annotated[dict[str, Any], few_call_values]
-    cache_control: Ignored = None
-    caller: Ignored = None
-    toolset_name: Ignored = None
+    id: fields.Label
+    name: fields.FunctionName
+    input: Annotated[dict[str, Any], fields.few_call_values]
+    cache_control: fields.Ignored = None
+    caller: fields.Ignored = None
+    toolset_name: fields.Ignored = None
 
 
-class ToolResult(Body):
+class ToolResult(fields.Body):
     type: Literal["tool_result"]
-    tool_use_id: Label
-    content: TextOr[Texts] | None = None
+    tool_use_id: fields.Label
+    content: fields.TextOr[Texts] | None = None
     is_error: bool | None = None
-    cache_control: Ignored = None
+    cache_control: fields.Ignored = None
 
 
-class Thinking(Body):
+class Thinking(fields.Body):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None  # thoughts are shown as they are
 
 
-class RedactedThinking(Body):
+class RedactedThinking(fields.Body):
     """A thought of another service's answer, which says nothing here."""
 
     type: Literal["redacted_thinking"]
@@ -83,38 +66,38 @@ class RedactedThinking(Body):
 
 
 Block = Annotated[
-    Annotated[Text, tagged("text")]
-    | Annotated[ToolUse, tagged("tool_use")]
-    | Annotated[ToolResult, tagged("tool_result")]
-    | Annotated[Thinking, tagged("thinking")]
-    | Annotated[RedactedThinking, tagged("redacted_thinking")],
-    by_type(),
+    Annotated[Text, fields.tagged("text")]
+    | Annotated[ToolUse, fields.tagged("tool_use")]
+    | Annotated[ToolResult, fields.tagged("tool_result")]
+    | Annotated[Thinking, fields.tagged("thinking")]
+    | Annotated[RedactedThinking, fields.tagged("redacted_thinking")],
+    fields.by_type(),
 ]
 
 
-class Turn(Body):
+class Turn(fields.Body):
     role: Literal["user", "assistant", "system"]
-    content: TextOr[Few[Block]]
+    content: fields.TextOr[fields.Few[Block]]
 
 
-class Declared(Body):
+class Declared(fields.Body):
     """A tool of the client's own."""
 
     type: Literal["custom"] | None = None
-    name: FunctionName
-    description: Grammar | None = None
+    name: fields.FunctionName
+    description: fields.Grammar | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: Ignored = None
+    cache_control: fields.Ignored = None
     eager_input_streaming: bool | None = None  # arguments always stream
-    input_examples: Ignored = None
+    input_examples: fields.Ignored = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
 
-class Choice(Body):
+class Choice(fields.Body):
     type: Literal["auto", "any", "tool", "none"]
-    name: FunctionName | None = None
+    name: fields.FunctionName | None = None
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
@@ -124,52 +107,52 @@ class Choice(Body):
         return self
 
 
-class Thoughts(Body):
+class Thoughts(fields.Body):
     """Whether the model thinks first, where its template has a choice."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Positive | None = None  # without effect
-    display: Label | None = None
+    budget_tokens: fields.Positive | None = None  # without effect
+    display: fields.Label | None = None
 
 
-class Metadata(Body):
+class Metadata(fields.Body):
     """Of the client's user. All else is without effect."""
 
     model_config = ConfigDict(extra="ignore")
 
-    user_id: Label | None = None
+    user_id: fields.Label | None = None
 
 
-class OutputFormat(Body):
+class OutputFormat(fields.Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class OutputConfig(fields.Body):
     effort: Effort | None = None
     format: OutputFormat | None = None
-    task_budget: Ignored = None
+    task_budget: fields.Ignored = None
 
 
-class CountBody(Harmless):
+class CountBody(fields.Harmless):
     """`POST /v1/messages/count_tokens`."""
 
-    model: Label | None = None
-    messages: Annotated[Few[Turn], Field(min_length=1, max_length=limits.MESSAGES.most), few_parts]
-    system: TextOr[Texts] | None = None
-    tools: Annotated[Few[Declared], Field(max_length=limits.TOOLS.most), few_tool_values] | None = None
+    model: fields.Label | None = None
+    messages: Annotated[fields.Few[Turn], Field(min_length=1, max_length=limits.MESSAGES.most), fields.few_parts]
+    system: fields.TextOr[Texts] | None = None
+    tools: Annotated[fields.Few[Declared], Field(max_length=limits.TOOLS.most), fields.few_tool_values] | None = None
     tool_choice: Choice | None = None
     thinking: Thoughts | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
 
-class MessagesBody(CountBody, Sampled):
+class MessagesBody(CountBody, fields.Sampled):
     """`POST /v1/messages`."""
 
-    max_tokens: Positive
+    max_tokens: fields.Positive
     """At most what fits into the model's context: clients send numbers for models with a longer one."""
-    stop_sequences: Annotated[Few[Stop], Field(max_length=limits.STOPS.most)] | None = None
+    stop_sequences: Annotated[fields.Few[fields.Stop], Field(max_length=limits.STOPS.most)] | None = None
     metadata: Metadata | None = None
 
 
@@ -184,26 +167,26 @@ def as_chat(body: CountBody) -> ChatBody:
         messages += _messages(turn)
         places += [f"messages.{at}"] * (len(messages) - len(places))
     tools = [Tool.of(each.name, each.description, each.input_schema, each.strict) for each in body.tools or ()]
-    fields: dict[str, Any] = {"messages": messages, "model": body.model, "tools": tools or None}
+    values: dict[str, Any] = {"messages": messages, "model": body.model, "tools": tools or None}
     if (chosen := body.tool_choice) is not None:
         same = {"any": "required"}.get(chosen.type, chosen.type)
-        fields["tool_choice"] = NamedChoice.of(chosen.name) if chosen.name is not None else same
-        fields["parallel_tool_calls"] = not chosen.disable_parallel_tool_use
+        values["tool_choice"] = NamedChoice.of(chosen.name) if chosen.name is not None else same
+        values["parallel_tool_calls"] = not chosen.disable_parallel_tool_use
     last = messages[-1] if messages else None
     if last is not None and last.role == "assistant" and last.content is not None and not last.tool_calls:
-        fields |= {"continue_final_message": True, "add_generation_prompt": False}  # the client has begun the answer
+        values |= {"continue_final_message": True, "add_generation_prompt": False}  # the client has begun the answer
     if body.thinking is not None:
-        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+        values["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     config = body.output_config or OutputConfig()
-    fields["reasoning_effort"] = config.effort
+    values["reasoning_effort"] = config.effort
     if (form := config.format or body.output_format) is not None:
         schema = JsonSchema.model_construct(name="schema", schema_=form.schema_)
-        fields["response_format"] = ResponseFormat.model_construct(type="json_schema", json_schema=schema)
+        values["response_format"] = ResponseFormat.model_construct(type="json_schema", json_schema=schema)
     if isinstance(body, MessagesBody):
-        fields |= {**body.sampled(), "stop": body.stop_sequences}
+        values |= {**body.sampled(), "stop": body.stop_sequences}
         if body.metadata is not None and body.metadata.user_id is not None:
-            fields["user"] = body.metadata.user_id
-    return placed(ChatBody.model_construct(**fields), places)
+            values["user"] = body.metadata.user_id
+    return placed(ChatBody.model_construct(**values), places)
 
 
 def _messages(turn: Turn) -> Iterator[Message]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from lpr.serve import limits
+from lpr.serve.bodies import fields
 from lpr.serve.bodies.completions import (
     ChatBody,
     Effort,
@@ -22,30 +23,15 @@ from lpr.serve.bodies.completions import (
     joined,
     placed,
 )
-from lpr.serve.bodies.fields import (
-    Body,
-    Few,
-    FunctionName,
-    Grammar,
-    Ignored,
-    Label,
-    Most,
-    Sampled,
-    TextOr,
-    by_type,
-    few_parts,
-    few_tool_values,
-    tagged,
-)
 
 
-class Part(Body):
+class Part(fields.Body):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
     text: str
-    cache_control: Ignored = None
-    annotations: Ignored = None
-    logprobs: Ignored = None
-    prompt_cache_breakpoint: Ignored = None
+    cache_control: fields.Ignored = None
+    annotations: fields.Ignored = None
+    logprobs: fields.Ignored = None
+    prompt_cache_breakpoint: fields.Ignored = None
 
     @model_validator(mode="before")
     @classmethod
@@ -55,52 +41,52 @@ class Part(Body):
         return given
 
 
-Parts = Annotated[Few[Part], Field(max_length=limits.MESSAGES.most)]
-Content = TextOr[Parts]
+Parts = Annotated[fields.Few[Part], Field(max_length=limits.MESSAGES.most)]
+Content = fields.TextOr[Parts]
 
 
-class Said(Body):
+class Said(fields.Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: Label | None = None
-    status: Label | None = None
-    phase: Label | None = None
+    id: fields.Label | None = None
+    status: fields.Label | None = None
+    phase: fields.Label | None = None
 
 
-class Called(Body):
+class Called(fields.Body):
     type: Literal["function_call"]
-    call_id: Label
-    name: FunctionName
-    namespace: FunctionName | None = None
+    call_id: fields.Label
+    name: fields.FunctionName
+    namespace: fields.FunctionName | None = None
     arguments: str
-    id: Label | None = None
-    status: Label | None = None
+    id: fields.Label | None = None
+    status: fields.Label | None = None
 
 
-class Returned(Body):
+class Returned(fields.Body):
     type: Literal["function_call_output"]
-    call_id: Label
+    call_id: fields.Label
     output: Content
-    id: Label | None = None
-    status: Label | None = None
+    id: fields.Label | None = None
+    status: fields.Label | None = None
 
 
-class Thought(Body):
+class Thought(fields.Body):
     type: Literal["reasoning"]
-    id: Label | None = None
+    id: fields.Label | None = None
     summary: Parts = []
     content: Parts | None = None
     encrypted_content: str | None = None  # nothing is encrypted here
-    status: Label | None = None
+    status: fields.Label | None = None
 
 
 Item = Annotated[
-    Annotated[Said, tagged("message")]
-    | Annotated[Called, tagged("function_call")]
-    | Annotated[Returned, tagged("function_call_output")]
-    | Annotated[Thought, tagged("reasoning")],
-    by_type("message"),
+    Annotated[Said, fields.tagged("message")]
+    | Annotated[Called, fields.tagged("function_call")]
+    | Annotated[Returned, fields.tagged("function_call_output")]
+    | Annotated[Thought, fields.tagged("reasoning")],
+    fields.by_type("message"),
 ]
 
 
@@ -108,16 +94,16 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
-class Namespace(Body):
+class Namespace(fields.Body):
     """Functions that a client keeps apart. The model knows them as NAMESPACE.FUNCTION."""
 
     type: Literal["namespace"]
-    name: FunctionName
-    description: Grammar | None = None
-    tools: Annotated[Few[FunctionTool], Field(max_length=limits.TOOLS.most)]
+    name: fields.FunctionName
+    description: fields.Grammar | None = None
+    tools: Annotated[fields.Few[FunctionTool], Field(max_length=limits.TOOLS.most)]
 
 
-class WebSearch(Body):
+class WebSearch(fields.Body):
     """A tool that OpenAI hosts, and that agents always offer. Beside others it is left out."""
 
     model_config = ConfigDict(extra="ignore")
@@ -126,37 +112,37 @@ class WebSearch(Body):
 
 
 Offered = Annotated[
-    Annotated[FunctionTool, tagged("function")]
-    | Annotated[Namespace, tagged("namespace")]
-    | Annotated[WebSearch, tagged("web_search")],
-    by_type(),
+    Annotated[FunctionTool, fields.tagged("function")]
+    | Annotated[Namespace, fields.tagged("namespace")]
+    | Annotated[WebSearch, fields.tagged("web_search")],
+    fields.by_type(),
 ]
 
 
 class ChosenFunction(FunctionChoice):
     type: Literal["function"]
-    namespace: FunctionName | None = None
+    namespace: fields.FunctionName | None = None
 
 
 class Format(JsonSchema):
     type: Literal["text", "json_object", "json_schema"] = "text"
 
 
-class TextOptions(Body):
+class TextOptions(fields.Body):
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # without effect
 
 
-class Reasoning(Body):
+class Reasoning(fields.Body):
     """How much the model thinks, where its template has a choice."""
 
     effort: Effort | None = None
-    summary: Label | None = None  # without effect: thoughts are shown whole
-    generate_summary: Label | None = None
-    context: Label | None = None
+    summary: fields.Label | None = None  # without effect: thoughts are shown whole
+    generate_summary: fields.Label | None = None
+    context: fields.Label | None = None
 
 
-class StreamChoice(Body):
+class StreamChoice(fields.Body):
     include_obfuscation: bool | None = None  # --pad-stream does this
 
 
@@ -167,14 +153,16 @@ Included = Literal[
 """What answers may include: all is without effect, as nothing is encrypted, and no hosted tool is called."""
 
 
-class ResponsesBody(Sampled):
+class ResponsesBody(fields.Sampled):
     """`POST /v1/responses`."""
 
-    input: TextOr[Annotated[Few[Item], Field(min_length=1, max_length=limits.MESSAGES.most), few_parts]]
+    input: fields.TextOr[
+        Annotated[fields.Few[Item], Field(min_length=1, max_length=limits.MESSAGES.most), fields.few_parts]
+    ]
     instructions: str | None = None
-    max_output_tokens: Most = None
+    max_output_tokens: fields.Most = None
     stream_options: StreamChoice | None = None
-    tools: Annotated[Few[Offered], Field(max_length=limits.TOOLS.most), few_tool_values] | None = None
+    tools: Annotated[fields.Few[Offered], Field(max_length=limits.TOOLS.most), fields.few_tool_values] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -216,13 +204,13 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     if isinstance(choice, ChosenFunction):
         choice = NamedChoice.of(qualified(choice.name, choice.namespace))
     tools = [Tool.of(name, each.description, each.parameters, each.strict) for name, _, each in body.functions]
-    fields = body.sampled() | {"messages": messages, "tools": tools or None, "tool_choice": choice}
-    fields |= {"max_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls}
-    fields["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
+    values = body.sampled() | {"messages": messages, "tools": tools or None, "tool_choice": choice}
+    values |= {"max_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls}
+    values["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
     if body.text is not None and (format := body.text.format) is not None:
         schema = format if format.type == "json_schema" else None
-        fields["response_format"] = ResponseFormat.model_construct(type=format.type, json_schema=schema)
-    return placed(ChatBody.model_construct(**fields), places)
+        values["response_format"] = ResponseFormat.model_construct(type=format.type, json_schema=schema)
+    return placed(ChatBody.model_construct(**values), places)
 
 
 def _messages(items: Sequence[Said | Called | Returned | Thought]) -> tuple[list[Message], list[str]]:
