@@ -76,10 +76,6 @@ class Proposer:
         self._metrics.count(drafts, len(rows), seconds, self._sources.num_learnt, cost)
         return drafts
 
-    @property
-    def num_learnt_of_others(self) -> int:
-        return self._sources.num_learnt_of_others
-
     def close(self) -> None:
         """Disconnect from the fleet's store; also happens at the end of the process."""
         self._sources.close()

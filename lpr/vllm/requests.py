@@ -23,11 +23,6 @@ class Request:
     tenant: str  # requests of one tenant draft from one another
     num_prompt: int  # number of leading tokens that are learnt already, or part of the prompt
 
-    @property
-    def num_new(self) -> int:
-        """Number of tokens that are not learnt yet."""
-        return len(self.state) - self.num_prompt
-
     def take_output(self) -> tuple[list[int], list[int]]:
         """The tokens to learn, and the preceding context that a match can cover; empty at a second call."""
         begin = max(0, self.num_prompt - MAX_MATCH)

@@ -70,16 +70,12 @@ class Sources:
         """Learn the new outputs of finished requests, running requests and other replicas since the last step."""
         if self._shares:
             for request in running:
-                if request.num_new >= LEARN_EVERY:
+                if len(request.state) - request.num_prompt >= LEARN_EVERY:
                     self._learn(request)
             for request in gone:
                 self._learn(request)
         if self._fleet is not None:
             self._learn_of_others()
-
-    @property
-    def num_learnt_of_others(self) -> int:
-        return self._fleet.counts.learnt if self._fleet is not None else 0
 
     def close(self) -> None:
         """Send queued outputs to the fleet's store, and disconnect."""

@@ -507,7 +507,9 @@ def test_replicas_learn_of_each_other() -> None:
     one, two = (Proposer(config(draft_store=store.url, share=4)) for _ in range(2))
     try:
         alone = steps_of(one, prompt)
-        until(lambda: steps_of(two, [*prompt, 9], 1) and two.num_learnt_of_others, "the other's output is learnt")
+        until(
+            lambda: steps_of(two, [*prompt, 9], 1) and two._sources._fleet.counts.learnt, "the other's output is learnt"
+        )
         assert steps_of(two, prompt) < 0.6 * alone
     finally:
         one.close()

@@ -114,14 +114,8 @@ class ChatTemplates:
     def _fit(self, name: str) -> Fit:
         if name not in self._fits:
             has_calls = "tool_calls" in self.sources[name]
-            self._fits[name] = learn(lambda messages, **more: self._render(name, messages, more), has_calls)
+            self._fits[name] = learn(lambda messages, **more: self.render(name, messages, more), has_calls)
         return self._fits[name]
-
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **more: Any) -> str:
-        """The prompt of messages as they are, with `tools` and variables (none of RESERVED); raises TemplateError."""
-        return self._render(
-            self._name(bool(more.get("tools"))), messages, {"add_generation_prompt": add_generation_prompt, **more}
-        )
 
     def fitted(self, messages: Sequence[Plain], **more: Any) -> tuple[str, str | None]:
         """The prompt of messages fitted to the template, and the place of a text it lacks; raises TemplateError."""
@@ -156,7 +150,7 @@ class ChatTemplates:
 
     def _fitted(self, name: str, fit: Fit, messages: Sequence[Plain], variables: Mapping[str, Any]) -> str:
         tools = {"tools": fit.tools(variables["tools"])} if variables.get("tools") else {}
-        return self._render(name, fit.messages(messages), {**variables, **tools})
+        return self.render(name, fit.messages(messages), {**variables, **tools})
 
     def _effort(self, name: str, wanted: Any) -> Any:
         """The nearest reasoning effort that the template accepts."""
@@ -167,14 +161,14 @@ class ChatTemplates:
             for effort in sorted(EFFORTS, key=lambda each: abs(EFFORTS.index(each) - at)):
                 with suppress(TemplateError):
                     messages = self._fit(name).messages([{"role": "user", "content": "a"}])
-                    self._render(name, messages, {"reasoning_effort": effort})
+                    self.render(name, messages, {"reasoning_effort": effort})
                     break
             else:
                 effort = wanted
             self._efforts[name, wanted] = effort
         return self._efforts[name, wanted]
 
-    def _render(self, name: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def render(self, name: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         if name not in self._templates:
             raise TemplateError(self.failure)
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}

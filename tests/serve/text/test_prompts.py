@@ -322,13 +322,15 @@ def test_templates_render_as_in_transformers(name, generate):
     tokenizer.chat_template = TEMPLATES[name]
     theirs = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=generate)
     special = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-    ours = ChatTemplates({"default": TEMPLATES[name]}, special).render(CONVERSATION, generate)
+    ours = ChatTemplates({"default": TEMPLATES[name]}, special).render(
+        "default", CONVERSATION, {"add_generation_prompt": generate}
+    )
     assert ours == theirs
 
 
 def test_a_template_may_refuse_and_may_not_escape_its_sandbox():
     def render(source):
-        return ChatTemplates({"default": source}, {}).render(CONVERSATION)
+        return ChatTemplates({"default": source}, {}).render("default", CONVERSATION, {"add_generation_prompt": True})
 
     with pytest.raises(TemplateError, match="no system"):
         render("{{ raise_exception('no system') }}")
