@@ -99,14 +99,11 @@ class Generation:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._inbox = Inbox()
-        self.scored: list[Choice] = []
-        for index, each in enumerate(scored):
-            job = service.open(each, self._inbox, True)
-            self.scored.append(Choice(index, job))
-        self.choices: list[Choice] = []
-        for index, each in enumerate(wanted):
-            job = service.open(each, self._inbox, not scored)
-            self.choices.append(Choice(index, job, limits() if limits is not None else None))
+        self.scored = [Choice(index, service.open(each, self._inbox, True)) for index, each in enumerate(scored)]
+        self.choices = [
+            Choice(index, service.open(each, self._inbox, not scored), limits() if limits is not None else None)
+            for index, each in enumerate(wanted)
+        ]
         self._all = [*self.scored, *self.choices]
         self._by_id: dict[RequestId, Choice] = {choice.job.id: choice for choice in self._all}
         self._gone: asyncio.Task[None] | None = None

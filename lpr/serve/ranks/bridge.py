@@ -359,6 +359,8 @@ def facts_of(engine: Engine, model: str) -> messages.Facts:
     template = getattr(tokenizer, "chat_template", None)
     templates = template if isinstance(template, dict) else {"default": template} if template else {}
     special = {name: getattr(tokenizer, name, None) for name in _SPECIAL}
+    config = getattr(engine.model.model, "generation_config", None)
+    defaults = config.to_diff_dict() if config is not None else {}  # without those that are transformers'
     limits = engine.scheduler.limits
     return messages.Facts(
         model=model,
@@ -376,12 +378,5 @@ def facts_of(engine: Engine, model: str) -> messages.Facts:
         special_tokens={name: str(value) for name, value in special.items() if value is not None},
         chat_templates=dict(templates),
         adapters=adapters_of(engine),
-        generation=_generation(engine.model.model),
+        generation={name: value for name, value in defaults.items() if type(value) in (int, float)},
     )
-
-
-def _generation(model: Any) -> dict[str, int | float]:
-    """The numbers of a model's generation config that differ from transformers' defaults."""
-    config = getattr(model, "generation_config", None)
-    given = config.to_diff_dict() if config is not None else {}
-    return {name: value for name, value in given.items() if type(value) in (int, float)}
