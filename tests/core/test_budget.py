@@ -480,7 +480,7 @@ def test_times_between_and_beyond_the_knots() -> None:
 
 
 @pytest.mark.parametrize("cost, temperature", [(RISING, 0.8), (DEAR, 0.0)], ids=["rising", "dear"])
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 def test_the_text_does_not_depend_on_the_sizes(cost: StepTimes, temperature: float) -> None:
     prompts, decode = PROMPTS[:4], DecodeConfig(max_batch_size=3, max_nodes=64)
     params = [SamplingParams(max_new_tokens=24, temperature=temperature, seed=seed) for seed in range(4)]

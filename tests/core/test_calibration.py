@@ -70,6 +70,7 @@ def test_the_probabilities_say_how_many_tokens_are_accepted(num_phrases):
     assert expected == pytest.approx(accepted, rel=0.12)
 
 
+@pytest.mark.slow
 def test_a_calibration_that_starts_wrong_comes_nearer_by_what_is_accepted():
     wrong = Calibration()
     for cell, frequency in enumerate(wrong.frequencies):

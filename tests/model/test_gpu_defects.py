@@ -41,6 +41,7 @@ from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
 __all__ = ["gpu", "guard"]
 
 
+@pytest.mark.slow
 def test_the_mask_travels_pinned(gpu: PretendGpu) -> None:
     rows = [Row(0, 5, [1] * 4, [-1, 0, 0, 2], [5, 6, 6, 7], 2), Row(1, 0, [1] * 3, [-1, 0, 1], [0, 1, 2], 1)]
     build_inputs(rows, KVCache(2, 128), torch.device("cuda", 0), 8, 16, tree_bits=True)

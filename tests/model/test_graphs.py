@@ -172,6 +172,7 @@ def test_shapes_are_few_and_hold_their_steps() -> None:
     assert static_shape(apart, nothing, 8, 6, 5000, 512) is None, "not neighbours in order"
 
 
+@pytest.mark.slow
 def test_no_more_graphs_than_allowed(
     model: PreTrainedModel, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

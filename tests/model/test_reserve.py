@@ -115,6 +115,7 @@ FEW = ["13B"]
 
 
 @pytest.mark.parametrize("name", FEW)
+@pytest.mark.slow
 def test_the_worked_examples_fit_as_they_are_told(name: str, load_and_pack: Callable[[int, bool], list[Event]]) -> None:
     """The allocator's model plays a start on 80 GB as the documents tell it: load, pages, graphs, a prompt."""
     real, (preset, mesh) = LARGE[name], EXAMPLES[name]
@@ -149,6 +150,7 @@ def test_the_worked_examples_fit_as_they_are_told(name: str, load_and_pack: Call
         memory.malloc(left + told.loading + told.layers + (60 << 20))
 
 
+@pytest.mark.slow
 def test_packing_after_loading_leaves_holes_of_9_gib(load_and_pack: Callable[[int, bool], list[Event]]) -> None:
     """34B on 80 GB then has no room for steps, and beside a program that holds 10 GiB it does not load."""
     real, stuck = LARGE["34B"], {}

@@ -87,6 +87,7 @@ def test_constants_are_the_fit() -> None:
     assert Inputs().launch == pytest.approx(launch, rel=0.03)
 
 
+@pytest.mark.slow
 def test_published_runs_are_reproduced() -> None:
     """All fourteen rows within 25 %, of which two are the fit: Llama-2-7B on one and eight GPUs."""
     checks = check_published({name: facts_named(name) for name in GPT_FAST}, Inputs())
@@ -226,6 +227,7 @@ def test_bad_tables_are_one_line(values: Any, message: str) -> None:
         read_step_times(values, "t.json")
 
 
+@pytest.mark.slow
 def test_the_planner_recommends_by_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_main(["--model", "llama-2-7b", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

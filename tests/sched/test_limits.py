@@ -169,6 +169,7 @@ def goodput(scheduler: Scheduler[SimRequest], seed: int = 1) -> tuple[float, int
     return len(good) / len(arrivals), len(done)
 
 
+@pytest.mark.slow
 def test_targets_raise_goodput() -> None:
     """The scheduler's own code, with its clock from the table."""
 

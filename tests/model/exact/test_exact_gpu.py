@@ -29,6 +29,7 @@ ROOM = (2 << 30) + (48 << 20), 4 << 30
 """Free and whole memory of a GPU that another engine is on already."""
 
 
+@pytest.mark.slow
 def test_products_that_depend_on_the_height_are_found(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that takes another kernel for other numbers of rows, met by a model that is not pinned."""
     multiply = nn.Linear.forward

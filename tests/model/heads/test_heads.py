@@ -182,6 +182,7 @@ def test_a_head_that_has_rested_has_missed_nothing(
         check_from_scratch(loaded, PROMPTS[1] + done, guessed)
 
 
+@pytest.mark.slow
 def test_captured_steps_hand_out_their_hidden_states(
     loaded: Loaded, plain: list[list[int]], guessed: list[tuple[Chain, HeadDraft]]
 ) -> None:

@@ -70,6 +70,7 @@ def test_families(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.slow
 def test_hybrid_models_have_adapters_as_peft(tmp_path: Path) -> None:
     """A batch of two adapters and none, with drafts accepted, on gated delta nets and attention."""
     peft = pytest.importorskip("peft", reason="the package peft is not installed")

@@ -146,6 +146,7 @@ def test_two_ranks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next"])
+@pytest.mark.slow
 def test_nan_on_the_rank_that_owns_a_root_alone(name: str) -> None:
     """The other rank's state does not follow the root, which is evaluated again."""
     model, num_broken = shared_model(name), 0

@@ -65,6 +65,7 @@ def test_draws_from_the_right_distribution(params: SamplingParams) -> None:
     assert chi2 < freedom + 5 * np.sqrt(2 * freedom), (chi2, freedom)
 
 
+@pytest.mark.slow
 def test_draws_over_seeds_too() -> None:
     """One position under many seeds is as good a source as many positions under one seed."""
     logits = torch.tensor([[0.0, 0.5, 1.0, -1.0, 0.2]])

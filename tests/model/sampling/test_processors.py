@@ -607,6 +607,7 @@ def test_text_of_a_failed_request_is_complete() -> None:
     assert free.text.startswith(done.text)
 
 
+@pytest.mark.slow
 def test_the_command_names_failed_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     tokenizer = AutoTokenizer.from_pretrained(lpr.bundled_model())
