@@ -255,8 +255,9 @@ class PacedModel:
         if shape is not None and self._model.cache is not None:
             shape.place(self._words.numpy()[: shape.num_words], rows, selection, self._model.cache)
             self._there[: shape.num_words].copy_(self._words[: shape.num_words])
-        longest = max(row.num_cached for row in rows)
-        self.device.launch(sum(row.num_entries for row in rows), len(rows), longest)
+        with self.device.clock.stopped():
+            longest, num_entries = max(row.num_cached for row in rows), sum(row.num_entries for row in rows)
+        self.device.launch(num_entries, len(rows), longest)
         self.batch = len(rows)
         with self.device.clock.stopped():
             self._k = num_candidates

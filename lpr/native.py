@@ -54,12 +54,12 @@ if TYPE_CHECKING or _extension is None:
     from lpr.core.recycle import CandidateTable
     from lpr.core.rows import ancestor_words, place_packed, place_rows
     from lpr.core.state import SequenceState
-    from lpr.core.step import Conclusion, StepDraft, draft_step
+    from lpr.core.step import Concluded, Conclusion, StepDraft, draft_step
     from lpr.core.suffix_index import SuffixIndex
     from lpr.core.tree import TokenTree
 __all__ = [
-    "Budgets", "CandidateTable", "ChainState", "Chains", "Conclusion", "Drafter", "SequenceState", "Shard", "StepDraft",
-    "SuffixIndex", "TokenTree", "ancestor_words", "draft_step", "is_native", "missing", "place_packed", "place_rows",
+    "Budgets", "CandidateTable", "ChainState", "Chains", "Concluded", "Conclusion", "Drafter", "SequenceState", "Shard",
+    "StepDraft", "SuffixIndex", "TokenTree", "ancestor_words", "draft_step", "is_native", "missing", "place_packed", "place_rows",
     "selection_words",
 ]  # fmt: skip
 

@@ -22,31 +22,33 @@ void place_rows(nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>
   }
 }
 
+using Numbers64 = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Columns64 = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
 void place_packed(nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> words, size_t num_sequences,
                   size_t num_entries, size_t num_kept, const Entries& tables, int64_t page_size, int32_t spare_row,
-                  const std::vector<int32_t>& slots, const std::vector<int64_t>& num_cached,
-                  const std::vector<size_t>& num_results, const std::vector<Entries>& entries) {
+                  const Numbers64& slots, const Columns64& columns, const Array& entries) {
   PackedWords to(words.data(), num_sequences, num_entries, num_kept, spare_row);
-  size_t total = 0, kept = 0, pages = tables.shape(1);
-  if (entries.size() > num_sequences || slots.size() != entries.size() || num_cached.size() != entries.size() ||
-      num_results.size() != entries.size())
-    throw std::invalid_argument("a slot, cached tokens and results for each row");
-  for (size_t i = 0; i < entries.size(); i++) {
-    size_t count = entries[i].shape(1);
-    if (entries[i].shape(0) != 3 || slots[i] < 0 || static_cast<size_t>(slots[i]) >= tables.shape(0))
-      throw std::invalid_argument("a row has three columns, and a slot with a table");
-    if (num_cached[i] < 0 || static_cast<size_t>(num_cached[i]) + count > pages * static_cast<size_t>(page_size))
+  size_t count = columns.shape(1), total = 0, kept = 0, pages = tables.shape(1);
+  if (count > num_sequences || slots.shape(0) != count || columns.shape(0) != 3)
+    throw std::invalid_argument("a slot, cached tokens, results and entries for each row");
+  const int64_t *cached = columns.data(), *results = cached + count, *lengths = results + count;
+  for (size_t i = 0; i < count; i++) {
+    if (slots.data()[i] < 0 || slots.data()[i] >= static_cast<int64_t>(tables.shape(0)))
+      throw std::invalid_argument("a row has a slot with a table");
+    if (cached[i] < 0 || lengths[i] < 0 || cached[i] + lengths[i] > static_cast<int64_t>(pages) * page_size)
       throw std::invalid_argument("a row is longer than its table");
-    if (num_results[i] > count) throw std::invalid_argument("more results than entries");
-    total += count;
-    kept += num_results[i];
+    if (results[i] < 0 || results[i] > lengths[i]) throw std::invalid_argument("more results than entries");
+    total += lengths[i];
+    kept += results[i];
   }
-  if (words.size() < to.size() || total > num_entries || kept > num_kept)
+  if (words.size() < to.size() || total > num_entries || kept > num_kept || entries.size() != 3 * total)
     throw std::invalid_argument("the words do not hold the rows");
   to.begin(total);
-  for (size_t i = 0; i < entries.size(); i++)
-    to.add(tables.data() + slots[i] * pages, page_size, slots[i], num_cached[i], num_results[i], entries[i].data(),
-           entries[i].shape(1));
+  const int32_t* from = entries.data();
+  for (size_t i = 0; i < count; from += 3 * lengths[i++])
+    to.add(tables.data() + slots.data()[i] * pages, page_size, static_cast<int32_t>(slots.data()[i]), cached[i],
+           results[i], from, lengths[i]);
 }
 
 nb::object ancestors(const Tokens& parents, size_t num_words) {
@@ -70,7 +72,7 @@ void bind_rows(nb::module_& m) {
   m.def("place_rows", &place_rows, "words"_a, "batch"_a, "num_entries"_a, "tables"_a, "page_size"_a, "spare_row"_a,
         "num_cached"_a, "entries"_a);
   m.def("place_packed", &place_packed, "words"_a, "num_sequences"_a, "num_entries"_a, "num_kept"_a, "tables"_a,
-        "page_size"_a, "spare_row"_a, "slots"_a, "num_cached"_a, "num_results"_a, "entries"_a);
+        "page_size"_a, "spare_row"_a, "slots"_a, "columns"_a, "entries"_a);
   m.def("ancestor_words", &ancestors, "parents"_a, "num_words"_a);
   m.def(
       "ancestor_words",

@@ -10,9 +10,10 @@ nb::object stacked(Columns&& columns) {
   return owned_array<int64_t, 2>(std::move(all), {3, count});
 }
 
-// A state, and the request's own list of tokens, which grows with it.
+// A state, and the request's own list of tokens.
 struct BoundState : SequenceState {
   nb::list listed;
+  size_t num_listed;
 
   BoundState(nb::list tokens, const nb::object& params, const nb::object& config, int64_t num_ranks,
              std::shared_ptr<SuffixIndex> shared, const std::optional<std::vector<int64_t>>& computed,
@@ -22,7 +23,13 @@ struct BoundState : SequenceState {
                       computed && !computed->empty() ? *computed : std::vector<int64_t>(num_ranks, 0),
                       std::move(shared), longest.value_or(std::numeric_limits<int64_t>::max()), each_of(stop_ids),
                       seed_of(params), std::move(prediction), num_prompt),
-        listed(std::move(tokens)) {}
+        listed(std::move(tokens)), num_listed(SequenceState::tokens.size()) {}
+
+  // The list, with the tokens of all steps: they are added where one looks.
+  nb::list& listed_now() {
+    for (; num_listed < tokens.size(); num_listed++) listed.append(tokens[num_listed]);
+    return listed;
+  }
 
  private:
   // Of a request that samples.
@@ -42,12 +49,13 @@ const SequenceState* state_of(nb::handle state) { return nb::cast<BoundState*>(s
 
 // A step's draft, the Python objects of its states, which must live as long, and its arrays for Python.
 struct BoundDraft : StepDraft {
-  nb::list listed, rows;
-  nb::object header;
+  nb::list listed;
+  nb::object header, columns, entries;
+  int64_t num_row_entries = 0, num_results = 0, longest = 0;
 
   BoundDraft(nb::list those, Budgets& budgets, size_t rank, Served served, int64_t capacity, int32_t num_candidates,
-             int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests)
-      : StepDraft(states_of(those), budgets, rank, std::move(served), capacity, num_candidates),
+             int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests, int num_threads)
+      : StepDraft(states_of(those), budgets, rank, std::move(served), capacity, num_candidates, num_threads),
         listed(std::move(those)) {
     add_rows();
     Tokens words = StepDraft::header(num_command_bytes, digests);
@@ -56,39 +64,44 @@ struct BoundDraft : StepDraft {
   }
 
  private:
-  // Rows of equal length are views of one array, which is made faster than an array for each.
   void add_rows() {
+    size_t count = own_trees().size();
+    std::vector<int64_t> found(3 * count);
     Tokens all;
-    std::vector<size_t> ends;
-    for (int64_t i : own_trees()) {
-      Tokens entries = row_entries(*states[i], *trees[i], own(i), rank);
-      all.insert(all.end(), entries.begin(), entries.end());
-      ends.push_back(all.size());
+    all.reserve(3 * count);
+    const TokenTree none(0);  // in place of a tree that is only a root
+    for (size_t row = 0; row < count; row++) {
+      int64_t i = own_trees()[row], cached = states[i]->num_computed_tokens[rank];
+      int64_t before = static_cast<int64_t>(all.size());
+      add_row_entries(*states[i], trees[i] ? *trees[i] : none, own(i), rank, all);
+      int64_t length = (static_cast<int64_t>(all.size()) - before) / 3;
+      found[row] = cached;
+      found[count + row] = static_cast<int64_t>(own(i).nodes.size());
+      found[2 * count + row] = length;
+      num_results += found[count + row];
+      num_row_entries += length;
+      longest = std::max(longest, cached + length);
     }
-    auto add = [&](int64_t i, nb::handle entries) {
-      rows.append(nb::make_tuple(states[i]->num_computed_tokens[rank], own(i).nodes.size(), entries));
-    };
-    size_t count = ends.size(), length = count ? ends[0] : 0, place = 0;
-    bool even = count > 1 && all.size() == count * length;
-    for (size_t each = 0; each < count; each++) even = even && ends[each] == (each + 1) * length;
-    if (even) {
-      for (nb::handle entries : owned_array<int32_t, 3>(std::move(all), {count, 3, length / 3}))
-        add(own_trees()[place++], entries);
-      return;
-    }
-    size_t begin = 0;
-    for (size_t end : ends) {
-      Tokens entries(all.begin() + begin, all.begin() + end);
-      add(own_trees()[place++], owned_array<int32_t, 2>(std::move(entries), {3, (end - begin) / 3}));
-      begin = end;
-    }
+    columns = owned_array<int64_t, 2>(std::move(found), {3, count});
+    size_t size = all.size();
+    entries = owned_array<int32_t, 1>(std::move(all), {size});
   }
 
   static std::vector<SequenceState*> states_of(const nb::list& those) {
     std::vector<SequenceState*> found;
-    for (nb::handle state : those) found.push_back(nb::cast<BoundState*>(state));
+    size_t count = those.size();
+    found.reserve(count);
+    for (size_t i = 0; i < count; i++) {
+      if (i + 8 < count) __builtin_prefetch(nb::handle(those[i + 8]).ptr());
+      found.push_back(nb::cast<BoundState*>(nb::handle(those[i])));
+    }
     return found;
   }
+};
+
+// The conclusions of a step, and the Python objects of its states.
+struct BoundConcluded : Concluded {
+  nb::list listed;
 };
 
 using Gathered = nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu>;
@@ -99,13 +112,24 @@ nb::tuple conclude(BoundDraft& draft, const Gathered& payloads, int64_t width, B
   Payloads all{payloads.data(), static_cast<int64_t>(payloads.shape(0)), payloads.stride(0),
                static_cast<int64_t>(payloads.shape(1)), draft.capacity, width, num_guesses};
   Columns moves;
-  nb::list found;
-  for (Conclusion& each : draft.conclude(all, budgets, moves, drafting)) {
-    nb::list& tokens = static_cast<BoundState*>(draft.states[found.size()])->listed;
-    for (int32_t token : each.emitted) tokens.append(token);
-    found.append(nb::cast(std::move(each)));
-  }
-  return nb::make_tuple(found, stacked(std::move(moves)));
+  auto concluded = std::make_unique<BoundConcluded>(BoundConcluded{draft.conclude(all, budgets, moves, drafting), draft.listed});
+  return nb::make_tuple(nb::cast(concluded.release(), nb::rv_policy::take_ownership), stacked(std::move(moves)));
+}
+
+// Steps, nodes and tokens since the last call, and drafted and accepted nodes by (source, depth); none without a step.
+nb::object take_counts(BoundState& state) {
+  StepCounts counts = std::move(state.counts);
+  state.counts = {};
+  if (!counts.num_steps) return nb::none();
+  auto by_place = [&](const std::vector<int64_t>& all) {
+    nb::dict found;
+    found[nb::make_tuple(0, 0)] = counts.num_steps;
+    for (size_t at = 0; at < all.size(); at++)
+      if (all[at]) found[nb::make_tuple(at % kNumSources, at / kNumSources)] = all[at];
+    return found;
+  };
+  return nb::make_tuple(counts.num_steps, counts.num_nodes, counts.num_tokens, by_place(counts.drafted),
+                        by_place(counts.accepted));
 }
 
 // The limits of trees that 1, 2, ... or all of `num_ranks` ranks evaluate, of `config`, a TreeSizes.
@@ -143,7 +167,7 @@ void bind_step(nb::module_& m) {
            "tokens"_a, "params"_a, "config"_a, "num_ranks"_a = 1, "shared"_a.none() = nb::none(),
            "num_computed_tokens"_a.none() = nb::none(), "longest"_a.none() = nb::none(), "stop_ids"_a = nb::tuple(),
            "prediction"_a = Tokens{}, "num_prompt"_a = 0)
-      .def_ro("tokens", &BoundState::listed)
+      .def_prop_ro("tokens", [](BoundState& state) -> nb::list { return state.listed_now(); })
       .def_rw("num_computed_tokens", &BoundState::num_computed_tokens)
       .def_prop_rw("homes", [](const BoundState& state) { return state.homes(); },
                    [](BoundState& state, std::vector<int64_t> ranks) { state.set_homes(std::move(ranks)); })
@@ -153,7 +177,9 @@ void bind_step(nb::module_& m) {
             return state.drafter ? state.drafter->continuation(tokens, count) : std::pair<Tokens, Numbers>();
           },
           "tokens"_a, "count"_a)
-      .def_ro("probabilities", &BoundState::probabilities)
+      .def_prop_ro("probabilities", &BoundState::last_probabilities)
+      .def_rw("care_at", &BoundState::care_at)
+      .def("take_counts", &take_counts)
       .def_prop_ro("num_pending", &BoundState::num_pending)
       .def_prop_ro("digest", &BoundState::digest);
   nb::class_<Conclusion>(m, "Conclusion")
@@ -165,9 +191,28 @@ void bind_step(nb::module_& m) {
       .def_ro("has_nan", &Conclusion::has_nan)
       .def_ro("failure", &Conclusion::failure)
       .def_ro("may_end", &Conclusion::may_end);
+  nb::class_<BoundConcluded>(m, "Concluded")
+      .def("__len__", [](const BoundConcluded& step) { return step.size(); })
+      .def(
+          "__getitem__",
+          [](BoundConcluded& step, int64_t index) -> const Conclusion& {
+            int64_t count = static_cast<int64_t>(step.size());
+            if (index < -count || index >= count) throw nb::index_error();
+            return step.at(index < 0 ? index + count : index);
+          },
+          nb::rv_policy::reference_internal)
+      .def_ro("ending", &BoundConcluded::ending)
+      .def_ro("grown", &BoundConcluded::grown)
+      .def_ro("with_nan", &BoundConcluded::with_nan)
+      .def("publish", &BoundConcluded::publish);
   nb::class_<BoundDraft>(m, "StepDraft")
       .def_ro("states", &BoundDraft::listed)
-      .def_ro("trees", &BoundDraft::trees)
+      .def_prop_ro("trees",
+                   [](BoundDraft& draft) {
+                     for (size_t i = 0; i < draft.trees.size(); i++)
+                       if (draft.roots[i] != kNoRoot) draft.tree(i);
+                     return draft.trees;
+                   })
       .def_prop_ro("shards",
                    [](const BoundDraft& draft) {
                      nb::list all;
@@ -179,8 +224,13 @@ void bind_step(nb::module_& m) {
       .def_ro("capacity", &BoundDraft::capacity)
       .def_prop_ro("mine", &BoundDraft::own_trees)
       .def_ro("num_candidates", &BoundDraft::num_candidates)
-      .def_ro("rows", &BoundDraft::rows)
-      .def_prop_ro("placement", [](const BoundDraft& draft) { return stacked(draft.placement()); })
+      .def_ro("columns", &BoundDraft::columns)
+      .def_ro("entries", &BoundDraft::entries)
+      .def_prop_ro("totals",
+                   [](const BoundDraft& draft) {
+                     return nb::make_tuple(draft.num_row_entries, draft.num_results, draft.longest);
+                   })
+      .def_prop_ro("placement", [](BoundDraft& draft) { return stacked(draft.placement()); })
       .def_ro("header", &BoundDraft::header)
       .def_ro("num_entries", &BoundDraft::num_entries)
       .def("__len__", [](const BoundDraft& draft) { return draft.trees.size(); })
@@ -189,12 +239,12 @@ void bind_step(nb::module_& m) {
   m.def(
       "draft_step",
       [](nb::list states, Budgets& budgets, size_t rank, Served served, int64_t capacity, int32_t num_candidates,
-         int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests) {
+         int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests, int num_threads) {
         return new BoundDraft(std::move(states), budgets, rank, std::move(served), capacity, num_candidates,
-                              num_command_bytes, digests);
+                              num_command_bytes, digests, num_threads);
       },
       "states"_a, "budgets"_a, "rank"_a, "served"_a, "capacity"_a, "num_candidates"_a = 0, "num_command_bytes"_a = 0,
-      "digests"_a.none() = nb::none());
+      "digests"_a.none() = nb::none(), "num_threads"_a = 1);
 }
 
 }  // namespace lpr

@@ -183,6 +183,8 @@ struct AcceptanceHistory {
 class Budget {
  public:
   virtual ~Budget() = default;
+  // True if no tree depends on another one, and nothing is learned from steps.
+  virtual bool is_fixed() const { return false; }
   // `num_homes` ranks evaluate each tree together.
   virtual void begin(int64_t count, int64_t pending, int64_t num_homes) = 0;
   virtual DraftRequest request(const AcceptanceHistory& history) = 0;
@@ -199,6 +201,7 @@ struct TreeLimits {
 class FixedBudget : public Budget {
  public:
   explicit FixedBudget(std::vector<TreeLimits> by_homes) : by_homes_(std::move(by_homes)), now_(by_homes_.back()) {}
+  bool is_fixed() const override { return true; }
   void begin(int64_t, int64_t, int64_t num_homes) override { now_ = by_homes_.at(num_homes - 1); }
   DraftRequest request(const AcceptanceHistory&) override {
     return {now_.num_drafted, std::nullopt, now_.columns, std::nullopt};

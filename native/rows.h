@@ -5,17 +5,22 @@
 
 namespace lpr {
 
-// Tokens, parents and positions of a rank's row, one after the other: its pending chain and its shard's nodes below it.
-inline Tokens row_entries(const SequenceState& state, const TokenTree& tree, const Shard& shard, size_t rank) {
+// Append tokens, parents and positions of a rank's row, one after the other: its pending chain and its shard's nodes
+// below it.
+inline void add_row_entries(const SequenceState& state, const TokenTree& tree, const Shard& shard, size_t rank,
+                            Tokens& all) {
   int64_t computed = state.num_computed_tokens[rank], length = state.tokens.size();
   size_t above = length - computed - 1, count = above + shard.nodes.size();
-  Tokens entries(3 * count), entry(tree.size(), -1);
-  int32_t *tokens = entries.data(), *parents = tokens + count, *positions = parents + count;
+  size_t begin = all.size();
+  all.resize(begin + 3 * count);
+  int32_t *tokens = all.data() + begin, *parents = tokens + count, *positions = parents + count;
   for (size_t i = 0; i <= above; i++) {
     tokens[i] = state.tokens[computed + i];
     parents[i] = static_cast<int32_t>(i) - 1;
     positions[i] = static_cast<int32_t>(computed + i);
   }
+  if (shard.nodes.size() < 2) return;
+  Tokens entry(tree.size(), -1);
   entry[0] = static_cast<int32_t>(above);
   for (size_t i = 1; i < shard.nodes.size(); i++) {
     int node = shard.nodes[i];
@@ -24,7 +29,6 @@ inline Tokens row_entries(const SequenceState& state, const TokenTree& tree, con
     parents[above + i] = entry[tree.parents[node]];
     positions[above + i] = static_cast<int32_t>(length - 1) + tree.depths[node];
   }
-  return entries;
 }
 
 // Bit j % 64 of word j / 64 of entry i is set if entry j is this entry or one of its ancestors.

@@ -15,23 +15,67 @@ struct Sizes {
   int64_t window_size, ngram_size, guess_set_size, trie_nodes, branch_length, trie_capacity, num_recycled, num_guesses;
 };
 
+// What the steps of a sequence have evaluated and emitted since they were last asked for.
+struct StepCounts {
+  int64_t num_steps = 0, num_nodes = 0, num_tokens = 0;
+  std::vector<int64_t> drafted, accepted;  // nodes below the root by depth and source: see `place`
+
+  static size_t place(int depth, uint8_t source) { return static_cast<size_t>(depth) * kNumSources + source; }
+
+  void add_root(bool emitted) {
+    num_steps++;
+    num_nodes++;
+    num_tokens += emitted;
+  }
+
+  void add(const TokenTree& tree, const Tokens& path, size_t num_emitted) {
+    num_steps++;
+    num_nodes += tree.size();
+    num_tokens += static_cast<int64_t>(num_emitted);
+    for (int node = 1; node < tree.size(); node++) count(drafted, tree, node);
+    for (size_t i = 1; i < path.size(); i++) count(accepted, tree, path[i]);
+  }
+
+ private:
+  static void count(std::vector<int64_t>& counts, const TokenTree& tree, int node) {
+    size_t at = place(tree.depths[node], tree.sources[node]);
+    if (at >= counts.size()) counts.resize(at + kNumSources, 0);
+    counts[at]++;
+  }
+};
+
 class SequenceState {
  public:
+  // First what a step of one node reads and writes.
   Tokens tokens;
   std::vector<int64_t> num_computed_tokens;  // per rank: leading tokens whose K/V it holds
-  std::shared_ptr<CandidateTable> table;
+  int64_t care_at = 0;  // the length from which on `conclude` names the sequence as grown
+  StepCounts counts;
+  bool is_suspect = false;
+  bool was_only_root = false;  // the last tree was a root that no drafter has made
   std::shared_ptr<Drafter> drafter;  // of a home rank, made when it drafts for the first time
+
+ private:
+  bool is_plain_;  // without a source of drafts: a drafter is then made only if a tree asks for nodes, or ranks compare it
+  Digest committed_;
+  int64_t longest_;
+  uint64_t stop_bits_ = 0;  // of a stop id its last six bits: most tokens are none of them
+  Tokens stop_ids_;
+
+ public:
+  std::shared_ptr<CandidateTable> table;
   std::optional<JacobiWindow> window;
   AcceptanceHistory acceptance;
-  bool is_suspect = false;
   std::vector<double> probabilities;
 
   SequenceState(Tokens begin, const std::string& params, const Sizes& sizes, std::vector<int64_t> computed,
                 std::shared_ptr<SuffixIndex> shared, int64_t longest, Tokens stop_ids,
                 std::optional<uint64_t> seed, Tokens prediction, int64_t num_prompt)
-      : tokens(std::move(begin)), num_computed_tokens(std::move(computed)), sizes_(sizes),
-        shared_(std::move(shared)), longest_(longest), stop_ids_(std::move(stop_ids)), seed_(seed),
+      : tokens(std::move(begin)), num_computed_tokens(std::move(computed)),
+        is_plain_(!sizes.trie_nodes && !sizes.window_size && !sizes.num_recycled && !sizes.num_guesses), longest_(longest),
+        stop_ids_(std::move(stop_ids)), sizes_(sizes), shared_(std::move(shared)), seed_(seed),
         prediction_(std::move(prediction)), num_prompt_(num_prompt) {
+    for (int32_t id : stop_ids_) stop_bits_ |= uint64_t{1} << (id & 63);
     homes_.resize(num_computed_tokens.size());
     std::iota(homes_.begin(), homes_.end(), 0);
     if (tokens.empty()) throw std::invalid_argument("a sequence starts with at least one token");
@@ -58,6 +102,7 @@ class SequenceState {
     drafter.reset();
     window.reset();
     probabilities.clear();
+    was_only_root = false;
     acceptance = {};
   }
 
@@ -75,13 +120,36 @@ class SequenceState {
 
   uint64_t digest() const { return committed_.value; }
 
-  bool may_end(const Tokens& emitted) const {
-    auto ends = [this](int32_t token) { return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end(); };
-    return static_cast<int64_t>(tokens.size()) >= longest_ || std::any_of(emitted.begin(), emitted.end(), ends);
+  // True if the sequence ends with one of its last `count` tokens.
+  bool may_end(size_t count) const {
+    auto ends = [this](int32_t token) {
+      return stop_bits_ >> (token & 63) & 1 && std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end();
+    };
+    return static_cast<int64_t>(tokens.size()) >= longest_ || std::any_of(tokens.end() - count, tokens.end(), ends);
+  }
+
+  // The estimated path probability of each node of the last tree.
+  Numbers last_probabilities() const { return was_only_root ? Numbers{1.0} : probabilities; }
+
+  // True if the next tree is a root that no drafter makes.
+  bool is_only_root(const DraftRequest& request) const {
+    return !drafter && request.nodes < 1 && !request.window && is_plain_;
+  }
+
+  // As `advance` of a tree that is such a root, on a single rank.
+  void advance_root(int32_t next) {
+    int64_t before = tokens.size();
+    if (next >= 0) {
+      tokens.push_back(next);
+      committed_.add(static_cast<uint64_t>(next));
+    }
+    is_suspect = next == kNotANumber;
+    if (!is_suspect) num_computed_tokens[0] = std::min<int64_t>(before, tokens.size() - 1);
   }
 
   Draft build(int64_t max_depth, DraftRequest request) {
-    if (!drafter && is_plain() && request.nodes < 1 && !request.window) return plain_draft(std::move(request));
+    was_only_root = false;
+    if (is_only_root(request)) return plain_draft(std::move(request));
     if (!drafter) begin_drafting();
     auto tree = std::make_shared<TokenTree>(tokens.back());
     tree->reserve(std::min<int64_t>(1024, 1 + request.nodes));
@@ -146,21 +214,16 @@ class SequenceState {
 
   // Load what a step of one node reads into the processor's caches: after a forward nothing of it is left there.
   void prefetch() const {
-    for (size_t at = 0; at < sizeof(*this); at += 64) __builtin_prefetch(reinterpret_cast<const char*>(this) + at);
+    const char* end = reinterpret_cast<const char*>(&table);
+    for (const char* at = reinterpret_cast<const char*>(this); at < end; at += 64) __builtin_prefetch(at, 1);
   }
 
   void prefetch_tokens() const {
     __builtin_prefetch(tokens.data() + tokens.size() - 1, 1);
     __builtin_prefetch(num_computed_tokens.data(), 1);
-    __builtin_prefetch(homes_.data());
   }
 
  private:
-  // True without a source of drafts: a drafter is then made only if a tree asks for nodes, or ranks compare it.
-  bool is_plain() const {
-    return !sizes_.trie_nodes && !sizes_.window_size && !sizes_.num_recycled && !sizes_.num_guesses;
-  }
-
   Draft plain_draft(DraftRequest request) {
     window.reset();
     probabilities.assign(1, 1.0);
@@ -208,12 +271,10 @@ class SequenceState {
   Sizes sizes_;
   std::vector<int64_t> homes_;
   std::shared_ptr<SuffixIndex> shared_;
-  int64_t longest_;
-  Tokens stop_ids_;
   std::optional<uint64_t> seed_;  // of a request that samples
   Tokens prediction_;
   int64_t num_prompt_;
-  Digest committed_, drafted_;
+  Digest drafted_;
 };
 
 }  // namespace lpr

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "budgets.h"
+#include "parallel.h"
 #include "rows.h"
 #include "wire.h"
 
@@ -15,6 +16,69 @@ struct Conclusion {
   bool has_nan = false;
   std::optional<int32_t> failure;
   bool may_end = false;
+};
+
+constexpr int32_t kNoRoot = -1;
+
+// The conclusions of all sequences of a step.
+class Concluded {
+ public:
+  std::vector<int64_t> ending, grown, with_nan;  // those that may end, that have reached `care_at`, that met NaN
+
+  Concluded(Concluded&&) = default;
+  explicit Concluded(size_t count) : all_(count), roots_(count, kNoRoot), nexts_(count) { states_.reserve(count); }
+
+  size_t size() const { return all_.size(); }
+
+  const Conclusion& at(size_t i) {
+    if (!all_[i]) {
+      bool may_end = std::binary_search(ending.begin(), ending.end(), static_cast<int64_t>(i));
+      int32_t next = nexts_[i];
+      Tokens emitted = next >= 0 ? Tokens{next} : Tokens{};
+      std::optional<int32_t> failure;
+      if (next < 0) failure = next;
+      all_[i].reset(new Conclusion{std::make_shared<TokenTree>(roots_[i]), of_roots_, {next}, {0}, std::move(emitted),
+                                   next == kNotANumber, failure, may_end});
+    }
+    return *all_[i];
+  }
+
+  void put(size_t i, Conclusion&& each) { all_[i] = std::make_unique<Conclusion>(std::move(each)); }
+
+  // A tree that is a root without a drafter: its conclusion is made where one asks for it.
+  void put_root(size_t i, int32_t root, int32_t next, const std::shared_ptr<std::vector<Shard>>& shards) {
+    roots_[i] = root;
+    nexts_[i] = next;
+    of_roots_ = shards;
+  }
+
+  // Note what the next sequence needs, in order.
+  void note(SequenceState* state) {
+    size_t i = states_.size();
+    bool has_nan = all_[i] ? all_[i]->has_nan : nexts_[i] == kNotANumber;
+    bool ends = all_[i] ? all_[i]->may_end : nexts_[i] < 0 || state->may_end(1);
+    if (ends) ending.push_back(i);
+    if (static_cast<int64_t>(state->tokens.size()) >= state->care_at) grown.push_back(i);
+    if (has_nan) with_nan.push_back(i);
+    states_.push_back(state);
+  }
+
+  // Count the step in each of its states, once.
+  void publish() {
+    for (size_t i = 0; i < states_.size(); i++) {
+      if (all_[i])
+        states_[i]->counts.add(*all_[i]->tree, all_[i]->path, all_[i]->emitted.size());
+      else
+        states_[i]->counts.add_root(nexts_[i] >= 0);
+    }
+    states_.clear();
+  }
+
+ private:
+  std::vector<std::unique_ptr<Conclusion>> all_;
+  Tokens roots_, nexts_;  // of roots: their tokens, and the next ones
+  std::shared_ptr<std::vector<Shard>> of_roots_;
+  std::vector<SequenceState*> states_;
 };
 
 // Int64 columns of one length.
@@ -39,26 +103,33 @@ class StepDraft {
   Served served;
   int64_t capacity;
   int32_t num_candidates = 0;
+  Tokens roots;  // on a single rank, of a tree that is a root without a drafter its token; its tree is made when asked for
   std::vector<int64_t> num_entries;  // per rank, the tokens that it has evaluated; once concluded
 
   // Draft a tree per sequence that this rank serves, cut the trees to what pays, and split them over their home ranks.
   StepDraft(std::vector<SequenceState*> those, Budgets& budgets, size_t mine, Served rows, int64_t max_owned,
-            int32_t num_wanted)
+            int32_t num_wanted, int threads)
       : states(std::move(those)), trees(states.size()), shards(states.size()), rank(mine), served(std::move(rows)),
-        capacity(max_owned) {
+        capacity(max_owned), roots(states.size(), kNoRoot), num_threads_(threads) {
+    if (served.size() == 1) of_roots_ = std::make_shared<std::vector<Shard>>(1, Shard{{0}, {0}});
     for (const auto& [homes, members] : groups()) {
       draft_group(homes, members, budgets.of(homes));
-      for (size_t i : members) shards[i] = shards_of(*states[i], *trees[i]);
+      for (size_t i : members) shards[i] = shards_of(i);
     }
     for (int64_t i : own_trees())
-      if (trees[i]->size() > 1) num_candidates = num_wanted;
+      if (trees[i] && trees[i]->size() > 1) num_candidates = num_wanted;
+  }
+
+  const TokenTree& tree(size_t i) {
+    if (!trees[i]) trees[i] = std::make_shared<TokenTree>(roots[i]);
+    return *trees[i];
   }
 
   const std::vector<int64_t>& own_trees() const { return served[rank]; }
 
   const Shard& own(size_t tree) const { return (*shards[tree])[rank]; }
 
-  Tokens header(int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests) const {
+  Tokens header(int32_t num_command_bytes, const std::optional<std::vector<uint64_t>>& digests) {
     Digest all;
     std::vector<uint64_t> tree_digests(own_trees().size(), 0);
     std::vector<int32_t> num_owned;
@@ -66,26 +137,29 @@ class StepDraft {
     if (digests) {
       for (const SequenceState* state : states) all.add(state->digest());
       all.update(*digests);
-      for (size_t i = 0; i < tree_digests.size(); i++)
-        tree_digests[i] = states[own_trees()[i]]->tree_digest(*trees[own_trees()[i]]);
+      for (size_t i = 0; i < tree_digests.size(); i++) {
+        int64_t index = own_trees()[i];
+        tree_digests[i] = states[index]->tree_digest(tree(index));  // which makes a drafter, that learns from the step
+        roots[index] = kNoRoot;
+      }
     }
     return pack_header(all.value, num_command_bytes, num_candidates, tree_digests, num_owned);
   }
 
   // Of every node that this rank owns its place among the nodes of all rows, its place among the tables of the payload,
   // and its words.
-  Columns placement() const {
+  Columns placement() {
     Columns found;
     int64_t start = 0;
     for (size_t row = 0; row < own_trees().size(); row++) {
-      size_t tree = own_trees()[row];
-      const Shard& shard = own(tree);
+      size_t index = own_trees()[row];
+      const Shard& shard = own(index);
       auto from = shard.nodes.begin();
       for (size_t place = 0; place < shard.owned.size(); place++) {
         from = std::lower_bound(from, shard.nodes.end(), shard.owned[place]);
         found.add(start + (from - shard.nodes.begin()),
                   static_cast<int64_t>(row) * capacity + static_cast<int64_t>(place),
-                  node_word(*trees[tree], shard.owned[place]));
+                  node_word(tree(index), shard.owned[place]));
       }
       start += static_cast<int64_t>(shard.nodes.size());
     }
@@ -94,61 +168,50 @@ class StepDraft {
 
   // Accept a path of each tree and advance the states; `moves` gets row, entry, and the entry in whose place it belongs.
   // `drafting` are ranks that serve no tree and draft for all.
-  std::vector<Conclusion> conclude(const Payloads& payloads, Budgets& budgets, Columns& moves,
-                                   const std::vector<int64_t>& drafting = {}) {
+  Concluded conclude(const Payloads& payloads, Budgets& budgets, Columns& moves,
+                     const std::vector<int64_t>& drafting = {}) {
     check(payloads);
     if (!drafting.empty() && static_cast<int64_t>(states.size()) > payloads.num_trees())
       throw std::invalid_argument("the payloads do not hold the drafts of all trees");
     Payloads all = payloads.authoritative(served.size());
-    std::vector<int64_t> all_places(states.size() * served.size(), 0), places(served.size());
+    std::vector<int64_t> all_places(states.size() * served.size(), 0);
     for (size_t each = 0; each < served.size(); each++)
       for (size_t place = 0; place < served[each].size(); place++)
         all_places[served[each][place] * served.size() + each] = place;
     std::vector<Tokens> kept(states.size());
-    std::vector<Conclusion> concluded;
-    concluded.reserve(states.size());
+    Concluded concluded(states.size());
     num_entries.assign(served.size(), 0);
+    std::vector<char> is_mine(states.size(), 1);
+    std::vector<size_t> with_trees;
     for (size_t i = 0; i < states.size(); i++) {
       SequenceState& state = *states[i];
-      if (i + 8 < states.size()) states[i + 8]->prefetch();
-      if (i + 4 < states.size()) states[i + 4]->prefetch_tokens();
-      std::copy_n(all_places.begin() + i * served.size(), served.size(), places.begin());
-      bool is_mine = trees[i] != nullptr;
-      if (!is_mine) {
+      prefetch_after(i);
+      if (roots[i] != kNoRoot) {
+        num_entries[0] += state.num_above(0) + 1;
+        int32_t next = all.node(0, all_places[i], 0)[0];
+        state.advance_root(next);
+        concluded.put_root(i, roots[i], next, of_roots_);
+        continue;
+      }
+      with_trees.push_back(i);
+      is_mine[i] = trees[i] != nullptr;
+      if (!is_mine[i]) {
+        std::vector<int64_t> places(all_places.begin() + i * served.size(), all_places.begin() + (i + 1) * served.size());
         auto [tree, split] = read_tree(all, state.homes(), places);
         trees[i] = std::move(tree);
         shards[i] = std::make_shared<std::vector<Shard>>(std::move(split));
         state.forget_drafts();
       }
-      int32_t k = std::numeric_limits<int32_t>::max();
-      for (int64_t home : state.homes()) k = std::min(k, all.num_candidates(home));
-      TreeResult result = read_result(all, places, *shards[i], k);
-      Conclusion each{trees[i], shards[i], {}, accept(*trees[i], result.next_tokens), {}, false, {}, false};
-      each.has_nan = is_mine && SequenceState::has_nan(own(i), result);
-      if (is_mine && !each.has_nan && each.path.size() > 1) kept[i] = kept_entries(state, own(i), each.path);
       for (int64_t home : state.homes())
         num_entries[home] += state.num_above(home) + static_cast<int64_t>((*shards[i])[home].nodes.size());
-      int32_t bonus = result.next_tokens[each.path.back()];
-      if (bonus < 0) each.failure = bonus;
-      HeadDraft head;
-      for (int64_t home : all.num_guesses ? state.homes() : std::vector<int64_t>{}) {
-        head = read_block(all.block(home, places[home]), all.num_guesses, each.path.back(), bonus);
-        if (head.tokens.size() > 1) break;
-      }
-      if (all.num_guesses && bonus >= 0 && !drafting.empty()) {
-        HeadDraft ahead;
-        Tokens emitted;
-        for (size_t node = 1; node < each.path.size(); node++) emitted.push_back(trees[i]->tokens[each.path[node]]);
-        emitted.push_back(bonus);
-        for (int64_t rank : drafting) read_ahead(all.block(rank, i), all.num_guesses, emitted, ahead);
-        if (ahead.tokens.size() > 1) head = std::move(ahead);
-      }
-      each.emitted = state.advance(*trees[i], each.path, result, *shards[i], std::move(head));
-      each.may_end = each.failure || state.may_end(each.emitted);
-      each.next_tokens = std::move(result.next_tokens);
-      concluded.push_back(std::move(each));
     }
-    for (const auto& [homes, members] : groups()) observe_group(members, concluded, budgets.of(homes));
+    parallel_for(static_cast<int64_t>(with_trees.size()), threads_for(with_trees), [&](int64_t each, int) {
+      size_t i = with_trees[each];
+      concluded.put(i, conclude_tree(i, is_mine[i], all, all_places.data() + i * served.size(), drafting, kept[i]));
+    });
+    for (SequenceState* state : states) concluded.note(state);
+    for (const auto& [homes, members] : groups())
+      if (Budget& budget = budgets.of(homes); !budget.is_fixed()) observe_group(members, concluded, budget);
     for (size_t row = 0; row < own_trees().size(); row++) {
       const Tokens& entries = kept[own_trees()[row]];
       for (size_t place = 0; place < entries.size(); place++)
@@ -158,12 +221,65 @@ class StepDraft {
   }
 
  private:
-  std::shared_ptr<std::vector<Shard>> of_roots_;
+  std::shared_ptr<std::vector<Shard>> of_roots_;  // on a single rank
+  int num_threads_;
+
+  // Accept a path of one tree and advance its state; `kept` gets the row's entries whose K/V stays.
+  Conclusion conclude_tree(size_t i, bool is_mine, const Payloads& all, const int64_t* those,
+                           const std::vector<int64_t>& drafting, Tokens& kept) {
+    SequenceState& state = *states[i];
+    std::vector<int64_t> places(those, those + served.size());
+    int32_t k = std::numeric_limits<int32_t>::max();
+    for (int64_t home : state.homes()) k = std::min(k, all.num_candidates(home));
+    TreeResult result = read_result(all, places, *shards[i], k);
+    Conclusion each{trees[i], shards[i], {}, accept(*trees[i], result.next_tokens), {}, false, {}, false};
+    each.has_nan = is_mine && SequenceState::has_nan(own(i), result);
+    if (is_mine && !each.has_nan && each.path.size() > 1) kept = kept_entries(state, own(i), each.path);
+    int32_t bonus = result.next_tokens[each.path.back()];
+    if (bonus < 0) each.failure = bonus;
+    HeadDraft head;
+    for (int64_t home : all.num_guesses ? state.homes() : std::vector<int64_t>{}) {
+      head = read_block(all.block(home, places[home]), all.num_guesses, each.path.back(), bonus);
+      if (head.tokens.size() > 1) break;
+    }
+    if (all.num_guesses && bonus >= 0 && !drafting.empty()) {
+      HeadDraft ahead;
+      Tokens emitted;
+      for (size_t node = 1; node < each.path.size(); node++) emitted.push_back(trees[i]->tokens[each.path[node]]);
+      emitted.push_back(bonus);
+      for (int64_t rank : drafting) read_ahead(all.block(rank, i), all.num_guesses, emitted, ahead);
+      if (ahead.tokens.size() > 1) head = std::move(ahead);
+    }
+    each.emitted = state.advance(*trees[i], each.path, result, *shards[i], std::move(head));
+    each.may_end = each.failure || state.may_end(each.emitted.size());
+    each.next_tokens = std::move(result.next_tokens);
+    return each;
+  }
+
+  // Load the states of the next sequences.
+  void prefetch_after(size_t i) const {
+    if (i + 8 < states.size()) states[i + 8]->prefetch();
+    if (i + 4 < states.size()) states[i + 4]->prefetch_tokens();
+  }
+
+  // Threads for the trees of some sequences: waking them takes as long as some tens of nodes.
+  int threads_for(const std::vector<size_t>& members) const {
+    int64_t num_nodes = 0;
+    for (size_t i : members) num_nodes += trees[i]->size();
+    return num_nodes >= kManyNodes ? num_threads_ : 1;
+  }
+
+  static constexpr int64_t kManyNodes = 256;
 
   using Group = std::pair<Homes, std::vector<size_t>>;
 
   // Sets of home ranks, and those of this rank's trees that have just these, both in the order of the sequences.
   std::vector<Group> groups() const {
+    if (served.size() == 1 && !states.empty() && own_trees().size() == states.size()) {
+      std::vector<size_t> all(states.size());
+      std::iota(all.begin(), all.end(), 0);
+      return {{Homes{0}, std::move(all)}};
+    }
     std::vector<int64_t> mine = own_trees();
     std::sort(mine.begin(), mine.end());
     std::vector<Group> found;
@@ -177,16 +293,33 @@ class StepDraft {
   }
 
   void draft_group(const Homes& homes, const std::vector<size_t>& members, Budget& budget) {
-    budget.begin(static_cast<int64_t>(members.size()), most_pending(homes, members),
+    budget.begin(static_cast<int64_t>(members.size()), budget.is_fixed() ? 0 : most_pending(homes, members),
                  static_cast<int64_t>(homes.size()));
-    std::vector<Draft> drafts;
-    drafts.reserve(members.size());
+    std::vector<Draft> drafts(members.size());
+    std::vector<DraftRequest> requests(members.size());
+    std::vector<size_t> left;  // places of members whose trees may have more than a root
+    int64_t num_nodes = 0;
     for (size_t place = 0; place < members.size(); place++) {
-      SequenceState& state = *states[members[place]];
-      if (place + 8 < members.size()) states[members[place + 8]]->prefetch();
-      if (place + 4 < members.size()) states[members[place + 4]]->prefetch_tokens();
-      drafts.push_back(state.build(state.max_depth(), budget.request(state.acceptance)));
+      size_t i = members[place];
+      prefetch_after(i);
+      if (budget.is_fixed()) requests[place] = budget.request(states[i]->acceptance);
+      if (budget.is_fixed() && served.size() == 1 && states[i]->is_only_root(requests[place])) {
+        roots[i] = states[i]->tokens.back();
+        states[i]->was_only_root = true;
+        continue;
+      }
+      left.push_back(place);
+      num_nodes += requests[place].nodes;
     }
+    int threads = budget.is_fixed() && num_nodes >= kManyNodes ? num_threads_ : 1;
+    parallel_for(static_cast<int64_t>(left.size()), threads, [&](int64_t each, int) {
+      size_t place = left[each];
+      SequenceState& state = *states[members[place]];
+      if (!budget.is_fixed()) requests[place] = budget.request(state.acceptance);
+      drafts[place] = state.build(state.max_depth(), std::move(requests[place]));
+    });
+    for (size_t place : left) trees[members[place]] = drafts[place].tree;
+    if (budget.is_fixed()) return;
     std::vector<Draft*> those;
     std::vector<AcceptanceHistory*> histories;
     for (size_t i = 0; i < members.size(); i++) {
@@ -194,16 +327,15 @@ class StepDraft {
       histories.push_back(&states[members[i]]->acceptance);
     }
     budget.cut(those, histories);
-    for (size_t i = 0; i < members.size(); i++) trees[members[i]] = std::move(drafts[i].tree);
   }
 
-  void observe_group(const std::vector<size_t>& members, const std::vector<Conclusion>& concluded, Budget& budget) {
+  void observe_group(const std::vector<size_t>& members, Concluded& concluded, Budget& budget) {
     std::vector<const TokenTree*> those;
     std::vector<const Tokens*> paths;
     std::vector<AcceptanceHistory*> histories;
     for (size_t i : members) {
-      those.push_back(concluded[i].tree.get());
-      paths.push_back(&concluded[i].path);
+      those.push_back(concluded.at(i).tree.get());
+      paths.push_back(&concluded.at(i).path);
       histories.push_back(&states[i]->acceptance);
     }
     budget.observe(those, paths, histories);
@@ -225,12 +357,9 @@ class StepDraft {
   }
 
   // The shards of a tree; on a single rank all trees of one node have the same.
-  std::shared_ptr<std::vector<Shard>> shards_of(const SequenceState& state, const TokenTree& tree) {
-    bool is_root = served.size() == 1 && tree.size() == 1;
-    if (is_root && of_roots_) return of_roots_;
-    auto made = std::make_shared<std::vector<Shard>>(split(state, tree));
-    if (is_root) of_roots_ = made;
-    return made;
+  std::shared_ptr<std::vector<Shard>> shards_of(size_t i) const {
+    if (of_roots_ && (!trees[i] || trees[i]->size() == 1)) return of_roots_;
+    return std::make_shared<std::vector<Shard>>(split(*states[i], *trees[i]));
   }
 
   // The shards of a tree: home ranks with a longer pending chain get fewer nodes, other ranks none.

@@ -9,6 +9,7 @@
 namespace lpr {
 
 enum Source : uint8_t { kRoot, kWindow, kPool, kTrie, kSharedTrie, kRecycled, kPrediction, kHead, kCopy };
+constexpr size_t kNumSources = kCopy + 1;
 
 using Tokens = std::vector<int32_t>;
 

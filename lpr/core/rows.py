@@ -75,10 +75,9 @@ def place_packed(
     tables: np.ndarray,
     page_size: int,
     spare_row: int,
-    slots: Sequence[int],
-    num_cached: Sequence[int],
-    num_results: Sequence[int],
-    entries: Sequence[np.ndarray],
+    slots: np.ndarray,
+    columns: np.ndarray,
+    entries: np.ndarray,
 ) -> None:
     """Write a step's rows into int32 `words`, packed one after the other at the end of N = `num_entries` entries.
 
@@ -86,25 +85,24 @@ def place_packed(
     indices of the entries whose results are wanted (the last ones of each row) [`num_kept`], the first entry of each of
     S = `num_sequences` sequences [S + 1], and per sequence the slot, the number of cached tokens and of real entries
     [S]. Entries before the first row are padding of the first sequence. `tables` are the block tables of all slots,
-    int32 [slots, pages]. `entries` are as in `place_rows`.
+    int32 [slots, pages]. `slots` are int64 [rows]; `columns` and `entries` are as in StepDraft.
     """
     num_words = max(2, -(-num_entries // WORD_BITS))
     sizes = [num_entries * 2 * num_words, *[num_entries] * 3, num_kept, num_sequences + 1, *[num_sequences] * 3]
     words[: sum(sizes)] = 0
     bits, tokens, positions, write_rows, wanted, starts, slot_of, cached, real = np.split(words, np.cumsum(sizes))[:-1]
-    at, kept = num_entries - sum([each.shape[1] for each in entries]), 0
+    at, kept, begin = num_entries - len(entries) // 3, 0, 0
     write_rows[:], starts[1:], wanted[:] = spare_row, num_entries, num_entries - 1
-    for index, each in enumerate(entries):
-        count = each.shape[1]
+    for index, (slot, num_cached, num_results, count) in enumerate([*zip(slots, *columns, strict=True)]):
         starts[index] = at if index else 0
-        slot_of[index], cached[index], real[index] = slots[index], num_cached[index], count
+        slot_of[index], cached[index], real[index] = slot, num_cached, count
         end = at + count
-        tokens[at:end], parents, positions[at:end] = each
+        tokens[at:end], parents, positions[at:end] = entries[begin : begin + 3 * count].reshape(3, count)
         bits.reshape(num_entries, -1)[at:end] = ancestor_words(parents, num_words).view(np.int32)
-        places = np.arange(count) + num_cached[index]
-        write_rows[at:end] = tables[slots[index], places // page_size] * page_size + places % page_size
-        wanted[kept : kept + num_results[index]] = np.arange(end - num_results[index], end)
-        at, kept = end, kept + num_results[index]
+        places = np.arange(count) + num_cached
+        write_rows[at:end] = tables[slot, places // page_size] * page_size + places % page_size
+        wanted[kept : kept + num_results] = np.arange(end - num_results, end)
+        at, kept, begin = end, kept + num_results, begin + 3 * count
 
 
 def ancestor_words(parents: Sequence[int] | np.ndarray, num_words: int) -> np.ndarray:

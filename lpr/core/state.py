@@ -8,6 +8,7 @@ the tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ from lpr.core.recycle import CandidateTable
 from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
 from lpr.core.window import JacobiWindow
+
+
+Counts = tuple[int, int, int, dict[tuple[int, int], int], dict[tuple[int, int], int]]
+"""As SequenceState.take_counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,10 @@ class SequenceState:
         self.acceptance = AcceptanceHistory()
         self.is_suspect = False
         """True if the last logits were not numbers. The next tree is the root alone, to find the cause."""
+        self.care_at = 0
+        """The length from which on `StepDraft.conclude` names the sequence as grown."""
+        self._counts = [0, 0, 0]
+        self._drafted_nodes, self._accepted_nodes = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self.probabilities: list[float] = []
         """Estimated path probability of each node drafted last; 0 where only the window proposed it."""
         self._drafted, self._committed = Digest(), Digest()
@@ -152,6 +161,22 @@ class SequenceState:
         """True if the sequence is as long as allowed, or if one of its last tokens `emitted` ends it."""
         is_full = self._longest is not None and len(self.tokens) >= self._longest
         return is_full or not self._stop_ids.isdisjoint(emitted)
+
+    def count(self, tree: TokenTree, path: Sequence[int], num_emitted: int) -> None:
+        """Count a step for `take_counts`."""
+        self._counts = [old + new for old, new in zip(self._counts, (1, len(tree), num_emitted), strict=True)]
+        nodes = list(zip(map(int, tree.sources), tree.depths, strict=True))
+        self._drafted_nodes.update(nodes)
+        self._accepted_nodes.update([nodes[node] for node in path])
+
+    def take_counts(self) -> Counts | None:
+        """Steps, nodes and tokens since the last call, and drafted and accepted nodes by source and depth.
+
+        None without a step.
+        """
+        counts, drafted, accepted = self._counts, self._drafted_nodes, self._accepted_nodes
+        self._counts, self._drafted_nodes, self._accepted_nodes = [0, 0, 0], Counter(), Counter()
+        return (counts[0], counts[1], counts[2], dict(drafted), dict(accepted)) if counts[0] else None
 
     def tree_digest(self, tree: TokenTree) -> int:
         """64-bit digest of this tree, which is about to be evaluated, and all before it; the same on its home ranks."""

@@ -38,6 +38,37 @@ class Conclusion:
     may_end: bool  # True after a failure, or if the sequence may end here (SequenceState.may_end)
 
 
+class Concluded(list[Conclusion]):
+    """The conclusions of all sequences of a step, and the indices of those that need attention."""
+
+    def __init__(self) -> None:
+        """Those of a step whose sequences follow."""
+        super().__init__()
+        self._states: list[SequenceState] = []
+        self.ending: list[int] = []
+        """The sequences that may end (Conclusion.may_end)."""
+        self.grown: list[int] = []
+        """The sequences that are as long as their `care_at`."""
+        self.with_nan: list[int] = []
+        """The sequences with `Conclusion.has_nan`."""
+
+    def add(self, conclusion: Conclusion, state: SequenceState) -> None:
+        """Append the conclusion of the sequence with the state `state`."""
+        is_grown = len(state.tokens) >= state.care_at
+        marks = (self.ending, conclusion.may_end), (self.grown, is_grown), (self.with_nan, conclusion.has_nan)
+        for indices, is_one in marks:
+            if is_one:
+                indices.append(len(self))
+        self.append(conclusion)
+        self._states.append(state)
+
+    def publish(self) -> None:
+        """Count the step in each of its states (SequenceState.take_counts); a second call does nothing."""
+        for state, each in zip(self._states, self, strict=False):
+            state.count(each.tree, each.path, len(each.emitted))
+        self._states.clear()
+
+
 @dataclass
 class StepDraft:
     """The drafted trees of a step: one per sequence that this rank serves, split over the sequence's home ranks."""
@@ -51,8 +82,10 @@ class StepDraft:
     shards: list[list[Shard] | None]  # per tree, each rank's part of it; None as for `trees`
     num_candidates: int = 0
     """Candidates per node: 0 if no tree has a draft, because computing them slows plain decoding by 4 %."""
-    rows: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
-    """Per tree of this rank: tokens computed before, nodes to evaluate, and `row_entries`."""
+    columns: np.ndarray = field(default_factory=lambda: np.empty((3, 0), np.int64))
+    """Int64 [3, n], per tree of this rank: tokens computed before, nodes to evaluate, and all entries to evaluate."""
+    entries: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    """`row_entries` of each tree of this rank, one after the other."""
     placement: np.ndarray = field(default_factory=lambda: np.empty((3, 0), np.int64))
     """Int64 [3, n], per node that this rank owns: its index among the evaluated nodes of all rows, its index in the
     payload's tables, and its words (wire.node_words)."""
@@ -68,6 +101,12 @@ class StepDraft:
     def mine(self) -> Sequence[int]:
         return self.served[self.rank]
 
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        """Entries of all rows, those with results, and the most cached tokens and entries of a row."""
+        cached, results, entries = self.columns
+        return int(entries.sum()), int(results.sum()), int((cached + entries).max(initial=0))
+
     def own(self, index: int) -> tuple[TokenTree, Shard]:
         """A tree that this rank has drafted, and its part of it."""
         tree, shards = self.trees[index], self.shards[index]
@@ -81,7 +120,7 @@ class StepDraft:
         budgets: Budgets,
         num_guesses: int = 0,
         drafting: Sequence[int] = (),
-    ) -> tuple[list[Conclusion], np.ndarray]:
+    ) -> tuple[Concluded, np.ndarray]:
         """Accept a path of each tree, and advance the states and `budgets`.
 
         `payloads` is int32 [world ranks, words], with tables of `width` words a node and room for `num_guesses` of a
@@ -97,7 +136,7 @@ class StepDraft:
         payloads = payloads[:: len(payloads) // len(self.served)]
         tables = wire.tables_of(payloads, self.capacity, width, num_guesses)
         blocks = wire.blocks_of(payloads, self.capacity, width, num_guesses)
-        concluded: list[Conclusion] = []
+        concluded = Concluded()
         kept: dict[int, list[int]] = {}
         self.num_entries = [0] * len(self.served)
         for index, state in enumerate(self.states):
@@ -119,7 +158,8 @@ class StepDraft:
             emitted = state.advance(tree, path, result, shards, head)
             failure = bonus if bonus < 0 else None
             may_end = failure is not None or state.may_end(emitted)
-            concluded.append(Conclusion(tree, shards, result.next_tokens, path, emitted, has_nan, failure, may_end))
+            each = Conclusion(tree, shards, result.next_tokens, path, emitted, has_nan, failure, may_end)
+            concluded.add(each, state)
         for homes, members in groups(self.states, self.mine):
             trees = [concluded[index].tree for index in members]
             histories = [self.states[index].acceptance for index in members]
@@ -157,12 +197,13 @@ def draft_step(
     num_candidates: int = 0,
     num_command_bytes: int = 0,
     digests: Sequence[int] | None = None,
+    num_threads: int = 1,
 ) -> StepDraft:
     """Draft a tree for each of `states` that `rank` serves, cut the trees to the nodes that pay, and split them.
 
     `served` lists, per rank, the sequences of which it is a home rank, in the order of its rows. Sequences with the
     same home ranks share a budget. `digests` are those of other replicated state; None if there is no rank to compare
-    with.
+    with. The twin drafts and concludes large trees on `num_threads` threads, which changes no result.
     """
     num_ranks = len(served)
     draft = StepDraft(states, rank, served, capacity, [None] * len(states), [None] * len(states))
@@ -177,9 +218,11 @@ def draft_step(
     own = [draft.own(index) for index in draft.mine]
     if any(len(tree) > 1 for tree, _ in own):
         draft.num_candidates = num_candidates
-    for index, (tree, shard) in zip(draft.mine, own, strict=True):
-        entries = row_entries(states[index], tree, shard, rank)
-        draft.rows.append((states[index].num_computed_tokens[rank], len(shard.nodes), entries))
+    rows = [row_entries(states[i], *each, rank) for i, each in zip(draft.mine, own, strict=True)]
+    cached = [states[index].num_computed_tokens[rank] for index in draft.mine]
+    num_results = [len(shard.nodes) for _, shard in own]
+    draft.columns = np.array([cached, num_results, [each.shape[1] for each in rows]], np.int64)
+    draft.entries = np.concatenate([np.empty(0, np.int32), *[each.reshape(-1) for each in rows]])
     draft.placement = placement(own, capacity)
     shared = Digest()
     tree_digests = [0] * len(own)

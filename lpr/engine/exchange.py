@@ -24,7 +24,7 @@ from lpr.dist.comm import Comm
 from lpr.model.exact.check import GemmRows
 from lpr.model.input_builder import Row
 from lpr.model.transfer import copy_over, to_device
-from lpr.native import Conclusion, StepDraft
+from lpr.native import Concluded, StepDraft
 from lpr.protocol import MeshError, TokenLogprobs
 
 
@@ -47,7 +47,7 @@ class Gathered:
     def num_command_bytes(self) -> int:
         return wire.num_command_bytes(self.payloads)
 
-    def conclude(self, budgets: Budgets) -> tuple[list[Conclusion], np.ndarray]:
+    def conclude(self, budgets: Budgets) -> tuple[Concluded, np.ndarray]:
         """`StepDraft.conclude`; raises DesyncError that names the ranks whose headers or trees differ."""
         try:
             return self.draft.conclude(self.payloads, self.width, budgets, self.num_guesses, self.drafting)
@@ -66,18 +66,32 @@ class Gathered:
         """Each replica's guesses, int32 [replicas, trees, words] (lpr.core.heads)."""
         return wire.blocks_of(self.of_replicas, self.draft.capacity, self.width, self.num_guesses)
 
-    def logprobs(self) -> list[list[TokenLogprobs] | None]:
+    def logprobs(self) -> list[list[TokenLogprobs]] | None:
         """Every node's log-probabilities per tree, once `draft` is concluded; None if no request asks for any."""
         if self.num_logprobs is None:
-            return [None] * len(self.draft)
+            return None
         draft, payloads = self.draft, self.of_replicas
         tables = wire.tables_of(payloads, draft.capacity, self.width, self.num_guesses)
-        found: list[list[TokenLogprobs] | None] = []
+        found: list[list[TokenLogprobs]] = []
         for index, shards in enumerate(draft.shards):
             assert shards is not None, "concluded"
             places = wire.places_of(index, draft.served)
             found.append(wire.read_logprobs(payloads, tables, places, shards, self.num_logprobs))
         return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A step's payload."""
+
+    width: int  # words of a node
+    num_words: int
+    first: int  # where the results begin
+    end: int  # and end
+    payload: torch.Tensor | None
+    """The payload in the exchange's buffer; None if it is too long for it."""
+    table: np.ndarray | None
+    """Its results on a CPU, int32 [trees * capacity, width]."""
 
 
 class Exchange:
@@ -101,7 +115,7 @@ class Exchange:
         self._max_batch_size = max_batch_size
         self.capacity = config.owned_capacity(comm.num_serving)
         self._began = time.perf_counter()
-        self._layouts: dict[tuple[int, int | None], tuple[int, int, int, int]] = {}
+        self._layouts: dict[tuple[int, int | None], Layout] = {}
         self._payload = torch.zeros(self.payload_words(max_batch_size), dtype=torch.int32, device=device)
         self._on_host = self._payload.numpy() if device.type == "cpu" else None
 
@@ -115,15 +129,19 @@ class Exchange:
         room = min(1 << (num_trees - 1).bit_length() if num_trees else 0, self._max_batch_size)
         return wire.payload_words(self.config, room, self.comm.num_serving, self.carries_trees, num_logprobs)
 
-    def _layout(self, num_trees: int, num_logprobs: int | None) -> tuple[int, int, int, int]:
-        """Words of a node and of the payload, and where the results begin and end."""
-        if (num_trees, num_logprobs) not in self._layouts:
+    def _layout(self, num_trees: int, num_logprobs: int | None) -> Layout:
+        """The layout of a step's payload."""
+        if (found := self._layouts.get((num_trees, num_logprobs))) is None:
             width = wire.node_width(self.config, self.carries_trees, num_logprobs)
             num_words, num_guesses = self.payload_words(num_trees, num_logprobs), self.config.num_guesses
             first = wire.first_result(num_words, self.capacity, width, num_guesses)
             end = num_words - wire.room_of(num_words, self.capacity, width, num_guesses) * block_words(num_guesses)
-            self._layouts[num_trees, num_logprobs] = width, num_words, first, end
-        return self._layouts[num_trees, num_logprobs]
+            payload = self._payload[:num_words] if num_words <= len(self._payload) else None
+            table = None
+            if payload is not None and payload.device.type == "cpu":
+                table = payload.numpy()[first:end].reshape(-1, width)
+            found = self._layouts[num_trees, num_logprobs] = Layout(width, num_words, first, end, payload, table)
+        return found
 
     @property
     def payload_bytes(self) -> int:
@@ -147,9 +165,10 @@ class Exchange:
         result is its owner's, also on ranks that evaluated the node as an ancestor (rule R1). `num_logprobs` is the
         maximum over running requests; `guesses`, int32 [own trees, words], are those of this rank's head.
         """
-        payload, num_guesses = self._payload, self.config.num_guesses
-        width, num_words, first, end = self._layout(len(draft), num_logprobs)
-        if num_words > len(payload):  # only with log-probabilities
+        layout, num_guesses = self._layout(len(draft), num_logprobs), self.config.num_guesses
+        width, num_words, first, end, table = layout.width, layout.num_words, layout.first, layout.end, layout.table
+        payload = layout.payload
+        if payload is None:  # only with log-probabilities
             payload = self._payload.new_zeros(num_words)
         header, in_order = draft.header, self.comm.size == 1 and (len(draft) == 1 or self.capacity == 1)
         words = draft.placement if local is not None and not in_order else None
@@ -158,19 +177,18 @@ class Exchange:
             sent = to_device(np.concatenate([words.reshape(-1).view(np.int32), header]), payload.device)
             payload[: len(header)] = sent[2 * words.size :]
             places = sent[: 2 * words.size].view(torch.int64).view(words.shape)
-        elif self._on_host is not None and payload is self._payload:
+        elif self._on_host is not None and table is not None:
             self._on_host[: len(header)] = header
         else:
             copy_over(payload[: len(header)], header)
-        if words is not None and places is None:
+        by_numpy = local is not None and table is not None and self.comm.size == 1 and not self.carries_trees
+        if words is not None and places is None and not by_numpy:
             places = to_device(words, payload.device)
         drafting = self.comm.drafting
         if drafting:
             payload[wire.TIME_WORD] = min(int((time.perf_counter() - self._began) * 1e6), 2**31 - 1)
-        if local is not None and places is None and self._on_host is not None and payload is self._payload:
-            # In order. For so few words numpy takes a fraction of torch's time.
-            table = self._on_host[first:end].reshape(-1, width)
-            table[: len(local), : local.shape[1]] = local.numpy()
+        if local is not None and table is not None and by_numpy:  # in a fraction of torch's time
+            table[words[1] if words is not None else slice(len(local)), : local.shape[1]] = local.numpy()
         elif local is not None:
             self._place(local, places, payload[first:end].view(-1, width))
         if num_guesses:
@@ -178,7 +196,7 @@ class Exchange:
             if guesses is not None:
                 blocks[: guesses.size] = guesses.reshape(-1)
             copy_over(payload[end:num_words], blocks)
-        gathered = self.comm.gather(payload[:num_words]).numpy()
+        gathered = self.comm.gather(payload).numpy()
         return Gathered(draft, gathered, width, num_logprobs, num_guesses, drafting)
 
     def _place(self, local: torch.Tensor, places: torch.Tensor | None, table: torch.Tensor) -> None:

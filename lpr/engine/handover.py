@@ -53,7 +53,6 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, request: Request, pages: list[list[int]]) -> RequestState:
         """The state of `request`, whose K/V lies in `pages`, per rank."""
         stats = request.stats
-        stats.count_nodes()
         return cls(
             submit=request.submit,
             num_cached_tokens=request.num_cached_tokens,

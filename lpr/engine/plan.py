@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lpr.config import TreeSizes
 from lpr.core.step_times import StepTimes
 from lpr.engine.request import Request
@@ -23,6 +25,15 @@ class Batch:
         self.is_plain = all([request.is_plain for request in requests])
         self.num_logprobs = num_logprobs(requests)
         self.served = served_by(requests, num_ranks)
+        self.one_by_one = [index for index, request in enumerate(requests) if request.wants_each_step]
+        """Indices of the requests that take the result of each step."""
+        self._slots: np.ndarray | None = None
+
+    def slots(self, rank: int) -> np.ndarray:
+        """Int64: the slots of this rank's requests, in order; `rank` is the same in all calls."""
+        if self._slots is None:
+            self._slots = np.array([self.requests[index].slots[rank] for index in self.served[rank]], np.int64)
+        return self._slots
 
 
 def num_logprobs(batch: Sequence[Request]) -> int | None:

@@ -30,7 +30,7 @@ from lpr.engine.options import EngineOptions
 from lpr.engine.pace import Pace
 from lpr.engine.plan import Batch, StepPlan
 from lpr.engine.prepare import longest_sequence, prepare
-from lpr.engine.request import Outcome, Request
+from lpr.engine.request import Outcomes, Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.sizing import Sizer
 from lpr.engine.step import StepResult, decode_step
@@ -74,7 +74,7 @@ class Replica(StepHooks):
         self.sizer = Sizer(TreeSizes(), None, comm)
         self.pace: Pace | None = None
         """Decides when a prediction head rests, with automatic sizes; else None."""
-        self._timed: tuple[Sequence[Request], Sequence[Outcome], float, float] | None = None
+        self._timed: tuple[Sequence[Request], Outcomes, float, float] | None = None
         """The last step and its milliseconds, until the sizer has counted it."""
         self._batch: Batch | None = None  # of the last step; none of its requests has ended
         self.drafting: DraftRank | None = None
@@ -175,7 +175,7 @@ class Replica(StepHooks):
         schedule = self.scheduler.schedule()
         if self.comm.size == 1:
             for request in self.scheduler.looked_at:
-                request.care_at = self.scheduler.care_at(request)
+                request.running.care_at = self.scheduler.care_at(request)
         for request in schedule.preempted:
             request.collect()
             request.state = None
@@ -249,22 +249,23 @@ class Replica(StepHooks):
                 count_passes(self.model, outcomes, ms - guess_ms, self.sizes.num_nodes)
             # The time of a head or copy does not depend on the tree; counted in, it would raise the price of all nodes.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
-        Request.catch_up(self.scheduler.running)
+        if self.turns.changing:
+            Request.require_whole(self.turns.changing)
         self.is_whole = True
         self.hooks.while_busy()
 
-    def update(self, schedule: Schedule[Request], outcomes: Sequence[Outcome]) -> None:
+    def update(self, schedule: Schedule[Request], outcomes: Outcomes) -> None:
         """Pass a step's results to its requests; finished ones release their slots."""
         batch = schedule.decoding
         for request, _ in schedule.filling:
             request.stats.num_fill_steps += 1
-        woken = Request.advance(batch, outcomes)
+        ended = Request.advance(batch, outcomes)
         self.advanced += batch
         if batch:
             self.hooks.end_step(batch, outcomes, (request.chunks[-1] for request in batch))
         is_alone = self.comm.size == 1 and len(batch) == len(self.scheduler.running)
-        self.scheduler.end_step(woken if is_alone else None)
-        for request in [request for request in woken if request.finish_reason is not None]:
+        self.scheduler.end_step([batch[index] for index in outcomes.concluded.grown] if is_alone else None)
+        for request in ended:
             self._release(request)
             del self.requests.open[request.id]
         self.is_whole = True
@@ -407,8 +408,10 @@ class Replica(StepHooks):
         lost = self.scheduler.regroup(kept, self.comm.drafting)
         self._move()
         for request in lost:
+            request.collect()
             request.state = None
         for request in self.scheduler.running:
+            request.collect()
             request.state = self.new_state(request, request.num_computed_tokens)
         self._fit_mesh(self.sizer.times)
 

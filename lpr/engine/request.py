@@ -19,7 +19,7 @@ from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
 from lpr.engine.turns import Turns, in_turn
 from lpr.model.sampling.processors import Processor, Processors
-from lpr.native import Conclusion, SequenceState
+from lpr.native import Concluded, Conclusion, SequenceState
 from lpr.protocol import Chunk, ErrorCode, Failure, Submit, TokenLogprobs, Usage
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,6 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 MODEL_SOURCE = "model"
 """Source of a bonus token, which the model itself chose."""
-LATE = 16
-"""Most steps whose tokens wait to be put into one chunk."""
 UNKNOWN_SOURCE = "unknown"
 """Source of a token that is sent again."""
 
@@ -53,7 +51,8 @@ class Completion:
     """Per token id, if SamplingParams asked for them."""
 
 
-class Outcome(msgspec.Struct):  # made faster than a dataclass
+@dataclass(slots=True)
+class Outcome:
     """The result of one step for one sequence."""
 
     concluded: Conclusion
@@ -62,6 +61,26 @@ class Outcome(msgspec.Struct):  # made faster than a dataclass
     """Tokens that each rank evaluated in the step: pending chains and shards of all sequences."""
     logprobs: list[TokenLogprobs] | None = None
     """Per node of the tree, in steps in which some request asks for them."""
+
+
+@dataclass(slots=True)
+class Outcomes(Sequence[Outcome]):
+    """The results of one step for its batch. An Outcome is made when one is asked for."""
+
+    concluded: Concluded
+    num_entries: Sequence[int]
+    """As in Outcome."""
+    logprobs: list[list[TokenLogprobs]] | None = None
+    """Per sequence, in steps in which some request asks for them."""
+    one_by_one: Sequence[int] = ()
+    """Indices of the requests that take the result of each step."""
+
+    def __len__(self) -> int:
+        return len(self.concluded)
+
+    def __getitem__(self, index: Any) -> Any:
+        logprobs = self.logprobs[index] if self.logprobs is not None else None
+        return Outcome(self.concluded[index], self.num_entries, logprobs)
 
 
 class Request:
@@ -81,8 +100,8 @@ class Request:
         self.turns = turns or Turns()
         """The lock of the engine, whose steps write to this request."""
         self.id, self.prompt, self.params, self.num_prompt = command.id, prompt, command.params, command.num_prompt
-        self.tokens = list(command.token_ids)
-        """Prompt and output; `state` extends this list."""
+        self._tokens = list(command.token_ids)
+        self._state: SequenceState | None = None
         self.longest = self.num_prompt + self.params.max_new_tokens
         """Most tokens of prompt and output."""
         self.priority, self.arrived, self._command = command.priority, command.arrived, command
@@ -98,18 +117,18 @@ class Request:
         """False if it has processors of the caller: only a rank that submitted them can continue the request."""
         self.is_plain = self.params.temperature == 0 and self.processors is None and self.params.logprobs is None
         """True for greedy decoding without processors and log-probabilities."""
+        self.wants_each_step = bool(
+            self.params.stop or self.params.logprobs is not None or self.details or command.prediction
+        )
+        """True if its chunks need the result of each step: its tree, log-probabilities, or a search for stop strings."""
         self.predicted = command.predicted
         """Tokens drafted from the prediction, and the accepted ones of them, up to the last `collect`."""
         self.finish_reason: str | None = None
         """None while the request is unfinished, then as in Completion."""
         self.error: str | None = None
-        self.state: SequenceState | None = None
-        """Its decoding state while it holds a slot; else None."""
         self.slots: list[int] = []
         """Per rank while it runs: its place in the batch, -1 where it has none."""
         self.admission = 0  # number of its admission
-        self.care_at = 0
-        """The length at which the scheduler must check its pages (Scheduler.care_at)."""
         self.num_preempted_tokens = 0
         """Number of its computed tokens when it was preempted, until it runs again."""
         self._homes: list[int] = []
@@ -118,8 +137,6 @@ class Request:
         self.arrived_ms = 0.0
         """Time of its arrival, on the clock of the scheduler's targets."""
         self._stats, self._logprobs = DecodeStats(), list[TokenLogprobs]()
-        self._outcomes: list[Outcome] = []
-        """Outcomes of the steps since the last `collect`."""
         self._chunks: deque[Chunk] = deque()
         self._unwritten: list[Chunk] = []
         _, self.finish_reason = self.text_stream.extend(self.token_ids)
@@ -135,6 +152,8 @@ class Request:
         """True if the last chunk was made."""
         self._is_changing = False
         """True while its chunks are made; it stays True if that was interrupted, and chunks were lost."""
+        self._is_writing = False
+        """True while their text is made."""
 
     @property
     @in_turn
@@ -143,6 +162,21 @@ class Request:
         self.collect()
         now = {"token_ids": list(self.tokens), "arrived": self.arrived, "predicted": self.predicted}
         return msgspec.structs.replace(self._command, **now)
+
+    @property
+    def state(self) -> SequenceState | None:
+        """Its decoding state while it holds a slot; else None."""
+        return self._state
+
+    @state.setter
+    def state(self, state: SequenceState | None) -> None:
+        self._tokens = self.tokens  # with those of the last steps
+        self._state = state
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output, always the same list; its state adds the tokens of steps when it is read."""
+        return self._tokens if self._state is None else self._state.tokens
 
     @property
     def prediction(self) -> list[int]:
@@ -197,8 +231,8 @@ class Request:
     @property
     def running(self) -> SequenceState:
         """The state of a request that holds a slot."""
-        assert self.state is not None, "the request does not run"
-        return self.state
+        assert self._state is not None, "the request does not run"
+        return self._state
 
     @property
     def is_sound(self) -> bool:
@@ -260,52 +294,73 @@ class Request:
         return chunk
 
     @staticmethod
-    def advance(batch: Sequence[Request], outcomes: Sequence[Outcome]) -> list[Request]:
-        """Add a step's results, at once where it may end a request; returns those that ended or reached `care_at`."""
-        woken: list[Request] = []
-        for request, outcome in zip(batch, outcomes, strict=True):
-            request._outcomes.append(outcome)
-            if outcome.concluded.may_end or request.params.stop:
-                request.collect()
-            if len(request.tokens) >= request.care_at or request.finish_reason is not None:
-                woken.append(request)
-        return woken
+    def advance(batch: Sequence[Request], outcomes: Outcomes) -> list[Request]:
+        """Add a step's results, at once where it may end a request or it takes each step; returns those that ended.
 
-    @staticmethod
-    def catch_up(requests: Sequence[Request]) -> None:
-        """While the device is busy: make overdue chunks and text; raises if an output is incomplete."""
-        for request in [each for each in requests if len(each._outcomes) >= LATE or each._is_changing]:
-            request.write()
-            request._stats.count_nodes()
+        The tokens of the others wait in their states for `collect`.
+        """
+        concluded, ended = outcomes.concluded, list[Request]()
+        concluded.publish()
+        ending = concluded.ending
+        for index in sorted({*ending, *outcomes.one_by_one}) if outcomes.one_by_one else ending:
+            request = batch[index]
+            request.collect(outcomes[index])
+            if request.finish_reason is not None:
+                ended.append(request)
+        return ended
 
-    def collect(self) -> None:
-        """Count the steps since the last call and make their chunks, without text; merged unless details are wanted."""
-        if self._outcomes:
-            self._begin_change()
-            for outcome in self._outcomes:
-                self._stats.count_step(outcome.concluded.tree, outcome.concluded.path)
-            if self.params.stop or self.params.logprobs is not None or self.details or self.prediction:
-                for outcome in self._outcomes:
-                    self._emit(outcome, outcome.concluded.emitted)
-            else:
-                self._emit(self._outcomes[-1], [token for each in self._outcomes for token in each.concluded.emitted])
-            self._outcomes.clear()
-            self._is_changing = False
+    def collect(self, last: Outcome | None = None) -> None:
+        """Count the steps since the last call and put their tokens into one chunk, without text.
+
+        `last` is the result of the last of them, if it may end the request or if the request takes each step.
+        """
+        if self.state is None or (last is None and self.wants_each_step):
+            return
+        self._begin_change()
+        counts = self.state.take_counts()
+        if counts is not None:
+            begin = self.num_prompt + self._num_added
+            self._stats.count(counts)
+            self._emit(self.tokens[begin : begin + counts[2]], last)
+        self._end_change()
 
     def _begin_change(self) -> None:
         if self._is_changing:
             raise RuntimeError(f"an exception has left the output of request {self.id!r} in part")
         self._is_changing = True
+        self.turns.changing.add(self)
 
-    def _emit(self, outcome: Outcome, tokens: list[int]) -> None:
-        """Add `tokens`, those of a step and of earlier uncollected ones, up to the request's end; drop later ones."""
-        path = outcome.concluded.path
+    def _end_change(self) -> None:
+        self._is_changing = self._is_writing = False
+        self.turns.changing.discard(self)
+
+    @staticmethod
+    def require_whole(changing: set[Request]) -> None:
+        """Raise RuntimeError if an exception has left the output of an unfinished request of `changing` in part."""
+        for request in list(changing):
+            if request.finish_reason is None:
+                request._begin_change()
+            changing.discard(request)
+
+    def _emit(self, tokens: list[int], outcome: Outcome | None) -> None:
+        """Add `tokens`, those of steps up to that of `outcome`, up to the request's end; drop later ones."""
         taken, self.finish_reason = self.text_stream.extend(tokens)
-        del self.tokens[len(self.tokens) - len(tokens) + taken :]
+        if taken < len(tokens):
+            del self.tokens[self.num_prompt + self._num_added + taken :]
         self._stats.num_tokens += taken
+        chunk = Chunk(self.id, tokens[:taken], start=self.text_stream.num_tokens - taken)
+        if outcome is not None:
+            self._detail(chunk, outcome)
+        self._unwritten.append(chunk)
+        self._add(chunk)
+        if self.params.stop:  # the search for stops has decoded the tokens, so the chunk gets their text
+            self._write_texts()
+
+    def _detail(self, chunk: Chunk, outcome: Outcome) -> None:
+        """Add what a step tells of its tokens, and end the request if the step has failed."""
+        path, taken = outcome.concluded.path, len(chunk.token_ids)
         if self.finish_reason is None and outcome.concluded.failure is not None:
             self._fail(outcome.concluded)
-        chunk = Chunk(self.id, tokens[:taken], start=self.text_stream.num_tokens - taken)
         if self.params.logprobs is not None and outcome.logprobs is not None:
             found = [outcome.logprobs[node] for node in path[:taken]]
             chunk.logprobs = [TokenLogprobs(each.logprob, each.top[: self.params.logprobs]) for each in found]
@@ -318,10 +373,6 @@ class Request:
             sources = outcome.concluded.tree.sources
             named = [Source(sources[node]).name.lower() for node in path[1 : 1 + taken]]
             chunk.sources = [*named, MODEL_SOURCE][:taken]
-        self._unwritten.append(chunk)
-        self._add(chunk)
-        if self.params.stop:  # the search for stops has decoded the tokens, so the chunk gets their text
-            self._write_texts()
 
     def _add(self, chunk: Chunk) -> None:
         chunk.predicted = self.predicted
@@ -340,29 +391,28 @@ class Request:
         It ends by `error`, or is aborted if that is None. A request with its last chunk is not changed, unless the
         exception came while its text was made.
         """
-        self.state = None
+        if not (self._is_changing or self._is_over):
+            with suppress(Exception):  # errors of a tokenizer
+                self.write()
         if self._chunks:
             last = self._chunks[-1]
             self._num_added, self._is_over = last.start + len(last.token_ids), last.finish_reason is not None
         del self._logprobs[self._num_added - self._delivered[0] :]
-        is_in_part = self._is_changing and self._unwritten and (self.params.stop or not self._outcomes)
+        is_in_part = self._is_changing and self._unwritten and (self.params.stop or self._is_writing)
         if self._is_over and not is_in_part:
-            self._outcomes.clear()
-            self._is_changing = False
+            self.state = None
+            self._end_change()
             return
         if self._is_over:
             last = self._chunks[-1]
             last.finish_reason = last.stop_reason = last.usage = last.failure = None
-        if not self._is_changing:
-            with suppress(Exception):  # errors of a tokenizer
-                self.write()
         for chunk in self._unwritten:  # their text is lost
             chunk.text, chunk.start_character = "", self._num_characters
-        self._outcomes.clear()
         self._unwritten.clear()
         del self.tokens[self.num_prompt + self._num_added :]
         self.text_stream.abandon()
-        self.error, self.finish_reason, self._is_changing = error, "error" if error is not None else "abort", False
+        self.error, self.finish_reason, self.state = error, "error" if error is not None else "abort", None
+        self._end_change()
         self._add(Chunk(self.id, [], start=self.num_output, start_character=self._num_characters))
 
     def end(self, reason: str) -> None:
@@ -378,8 +428,9 @@ class Request:
         self.collect()
         if self._unwritten:
             self._begin_change()
+            self._is_writing = True
             self._write_texts()
-            self._is_changing = False
+            self._end_change()
 
     def _write_texts(self) -> None:
         """Add the text of their tokens to chunks; a chunk without tokens gets the rest."""
@@ -414,7 +465,6 @@ class Request:
         """The finished request's output."""
         assert self.finish_reason is not None
         self.write()
-        self._stats.count_nodes()
         logprobs = self._logprobs if self.params.logprobs is not None else None
         output = self.prompt_ids, self.token_ids, self.text_stream.text, self.finish_reason
         return Completion(self.prompt, *output, self._stats, self.error, logprobs)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lpr.core.tree import Source, TokenTree
+from lpr.core.state import Counts
+from lpr.core.tree import Source
 from lpr.protocol import Usage
 
 At = tuple[int, int]  # a node's source and depth
@@ -33,12 +33,9 @@ class DecodeStats:
     num_nodes: int = 0
     """Tree nodes evaluated, roots included."""
     drafted: Counter[At] = field(default_factory=Counter)
-    """Nodes evaluated, by source and depth, up to the last `count_nodes`."""
+    """Nodes evaluated, by source and depth."""
     accepted: Counter[At] = field(default_factory=Counter)
     """Nodes on an accepted path, likewise."""
-    _uncounted: list[tuple[TokenTree, Sequence[int]]] = field(default_factory=list, repr=False, compare=False)
-    _uncounted_roots: int = field(default=0, repr=False, compare=False)
-    """Trees without a draft."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -58,7 +55,6 @@ class DecodeStats:
     @property
     def by_depth(self) -> dict[tuple[str, int], SourceCount]:
         """Per draft source and group of depths (`depth_bucket`): nodes drafted and accepted."""
-        self.count_nodes()
         found: dict[tuple[str, int], SourceCount] = {}
         for source, depth in self.drafted:
             if source == Source.ROOT:
@@ -68,26 +64,13 @@ class DecodeStats:
             count.accepted += self.accepted[source, depth]
         return found
 
-    def count_step(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """Count one evaluated tree and its accepted path."""
-        self.num_steps += 1
-        self.num_nodes += (count := len(tree))
-        if count > 1:
-            self._uncounted.append((tree, path))
-        else:
-            self._uncounted_roots += 1
-
-    def count_nodes(self) -> None:
-        """Count the nodes of the steps since the last call; can be deferred until the device is busy."""
-        for tree, path in self._uncounted:
-            nodes = list(zip(tree.sources, tree.depths, strict=True))
-            self.drafted.update(nodes)
-            self.accepted.update([nodes[node] for node in path])
-        self._uncounted.clear()
-        if self._uncounted_roots:
-            for counts in (self.drafted, self.accepted):
-                counts[Source.ROOT, 0] += self._uncounted_roots
-            self._uncounted_roots = 0
+    def count(self, counts: Counts) -> None:
+        """Add steps of SequenceState.take_counts, without their tokens: the output may end before the last one."""
+        num_steps, num_nodes, _, drafted, accepted = counts
+        self.num_steps += num_steps
+        self.num_nodes += num_nodes
+        self.drafted.update(drafted)
+        self.accepted.update(accepted)
 
     def usage(self, num_cached: int) -> Usage:
         """The counts as a message, for a request with `num_cached` prompt tokens from the prefix cache."""
@@ -111,7 +94,6 @@ class DecodeStats:
         self.num_fill_steps += other.num_fill_steps
         self.num_tokens += other.num_tokens
         self.num_nodes += other.num_nodes
-        other.count_nodes()
         self.drafted.update(other.drafted)
         self.accepted.update(other.accepted)
 

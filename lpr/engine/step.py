@@ -20,12 +20,13 @@ from lpr.engine.ahead import Ahead, look_ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
 from lpr.engine.plan import StepPlan, num_logprobs
-from lpr.engine.request import Outcome, Request
-from lpr.model.input_builder import Row
+from lpr.engine.request import Outcomes, Request
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.processors import ProcessorPath
 from lpr.model.sampling.selection import Selection
-from lpr.native import Conclusion, StepDraft, draft_step
+from lpr.model.step_inputs import Row, Rows
+from lpr.model.threads import team_size
+from lpr.native import Concluded, Conclusion, StepDraft, draft_step
 
 GREEDY = Selection.build([])  # the selection of a step without sampled requests and without logits processors
 
@@ -34,7 +35,7 @@ GREEDY = Selection.build([])  # the selection of a step without sampled requests
 class StepResult:
     """The result of one step."""
 
-    outcomes: list[Outcome]  # per decoding request
+    outcomes: Outcomes  # per decoding request
     num_command_bytes: int  # length of the commands that the driver broadcasts next
 
 
@@ -42,7 +43,7 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     """Take the step of `plan`; a rank without work still takes part in the gather."""
     exchange.begin_step()
     draft = draft_trees(plan, exchange, budgets, min(plan.sizes.num_recycled, model.vocab_size))
-    rows = shard_rows(plan.decoding, draft)
+    rows = Rows(plan.batch.slots(draft.rank), draft.columns, draft.entries, draft.totals)
     hooks.end_phase("draft")
     fills = [
         fill_row(request, counts[draft.rank], draft.rank) for request, counts in plan.filling if counts[draft.rank]
@@ -57,14 +58,13 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     concluded, moves = gathered.conclude(budgets)
     if plan.drafting is not None:
         plan.drafting.follow(plan, gathered, concluded)
-    commit(model, rows, [concluded[index] for index in draft.mine], moves, ahead, draft.rank)
+    commit(model, rows, draft.mine, concluded, moves, ahead, draft.rank)
     if model.cache is not None and model.cache.has_states:
         advance_states(model, rows, [(plan.decoding[i], concluded[i]) for i in draft.mine], fills, draft.rank)
     for request, counts in plan.filling:
         count_filled(request, counts)
-    logprobs = gathered.logprobs()
+    outcomes = Outcomes(concluded, draft.num_entries, gathered.logprobs(), plan.batch.one_by_one)
     hooks.end_phase("commit")
-    outcomes = [*map(Outcome, concluded, itertools.repeat(draft.num_entries), logprobs)]
     return StepResult(outcomes, gathered.num_command_bytes)
 
 
@@ -77,43 +77,39 @@ def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candid
         digests = [*(request.running.digest for request, _ in plan.filling), plan.digest]
     return draft_step(
         *(plan.batch.states, budgets, comm.rank, plan.batch.served, exchange.capacity),  # type: ignore[arg-type]
-        *(num_candidates, plan.num_command_bytes, digests),
+        *(num_candidates, plan.num_command_bytes, digests, team_size()),
     )
 
 
-def shard_rows(batch: Sequence[Request], draft: StepDraft) -> list[Row]:
-    """This rank's rows of a step, in the order of its slots.
+def forward(
+    plan: StepPlan, model: TreeModel, draft: StepDraft, rows: Rows, fills: Sequence[Row]
+) -> torch.Tensor | None:
+    """Evaluate this rank's rows and prompt chunks; returns the results of the rows, None without rows.
 
     A row is the pending chain of a request, which ends in the root, and the nodes of this rank's shard.
     """
-    return [
-        Row.of(batch[index].slots[draft.rank], num_cached, entries, num_results)
-        for index, (num_cached, num_results, entries) in zip(draft.mine, draft.rows, strict=True)
-    ]
-
-
-def forward(
-    plan: StepPlan, model: TreeModel, draft: StepDraft, rows: Sequence[Row], fills: Sequence[Row]
-) -> torch.Tensor | None:
-    """Evaluate this rank's rows and prompt chunks; returns the results of the rows, None without rows."""
     if not rows:
         if fills:
             model.fill(fills)
         return None
-    together = [*rows, *fills] if model.packed else without_gaps(rows)
+    together: Sequence[Row] = rows
+    if not model.packed:
+        together = without_gaps(rows)
+    elif fills:
+        together = [*rows, *fills]
     chosen = GREEDY if plan.batch.is_plain else selection([plan.decoding[index] for index in draft.mine], rows)
     if chosen.num_logprobs is not None:
         chosen.num_logprobs = plan.batch.num_logprobs
     return model.evaluate(together, chosen, draft.num_candidates)
 
 
-def without_gaps(rows: Sequence[Row]) -> list[Row]:
+def without_gaps(rows: Rows) -> Sequence[Row]:
     """`rows` of a padded batch, with empty rows inserted for unused slots.
 
     The batch begins with slot 0, as in captured graphs.
     """
-    if all([row.slot == slot for slot, row in enumerate(rows)]):
-        return list(rows)
+    if rows.slots[-1] == len(rows) - 1:  # they ascend
+        return rows
     by_slot = {row.slot: row for row in rows}
     slots = range(max(by_slot, default=-1) + 1)
     return [by_slot.get(slot) or Row(slot, 0, [], [], [], num_results=0) for slot in slots]
@@ -154,24 +150,27 @@ def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
 
 def commit(
     model: TreeModel,
-    rows: Sequence[Row],
-    concluded: Sequence[Conclusion],
+    rows: Rows,
+    mine: Sequence[int],
+    concluded: Concluded,
     moves: np.ndarray,
     ahead: Ahead,
     rank: int,
 ) -> None:
     """Keep the K/V of each row's pending chain and of its part of the accepted path; none of a row with NaN.
 
-    `moves` are int64 [3, n] (StepDraft.conclude): row, source entry and target entry.
+    `mine` are the sequences of the rows. `moves` are int64 [3, n] (StepDraft.conclude): row, source entry and target
+    entry.
     """
     cache = model.cache
     assert cache is not None
-    for row, each in zip(rows, concluded, strict=True):
-        if each.has_nan:
-            cache.clear_entries(row)
+    if concluded.with_nan:
+        for row, index in zip(rows, mine, strict=True):
+            if concluded[index].has_nan:
+                cache.clear_entries(row)
     cache.commit_moves(rows, ahead.left(moves))
     for place, moved in ahead.moved.items():
-        kept = accepted_entries(rows[place], concluded[place], rank)
+        kept = accepted_entries(rows[place], concluded[mine[place]], rank)
         if kept != moved[: len(kept)]:
             model.fill([Row.chain(rows[place].slot, rows[place].num_cached, rows[place].tokens[kept].tolist(), 0)])
 

@@ -22,6 +22,7 @@ class Turns:
     def __init__(self) -> None:
         self._lock: Any = threading.RLock()
         self._next = threading.Lock()  # held by the thread whose turn is next
+        self.changing: set[Any] = set()  # requests whose chunks are being made, or were when an exception came
         self.is_stepping = False  # True while the thread whose turn it is takes a step
 
     @property

@@ -20,7 +20,7 @@ import torch
 
 from lpr.model.kv_cache import KVCache
 from lpr.model.sampling.selection import Selection
-from lpr.model.step_inputs import Block, Row, StepInputs
+from lpr.model.step_inputs import Block, Row, Rows, StepInputs
 from lpr.model.transfer import to_device
 from lpr.model.tree_mask import WORD_BITS, TreeMask
 
@@ -197,14 +197,13 @@ def packed_shape(
     in_parts: bool = False,
 ) -> StaticShape | None:
     """The smallest packed shape for `rows` of any slots, with up to `most_results` results; None without one."""
-    num_entries = bucket_of(sum([row.num_entries for row in rows]), PACKED_BUCKETS)
-    num_results = sum([row.num_results for row in rows])
-    kept = next((each for each in kept_buckets(num_entries, most_results) if each >= num_results), 0)
+    step = Rows.of(rows)
+    num_entries = bucket_of(step.num_entries, PACKED_BUCKETS)
+    kept = next((each for each in kept_buckets(num_entries, most_results) if each >= step.num_results), 0)
     if num_entries > PACKED_BUCKETS[-1] or not kept:
         return None
     batch = next(each for each in sequence_buckets(num_entries, num_slots) if each >= len(rows))
-    num_kv = max([row.num_cached + row.num_entries for row in rows])
-    num_kv = bucket_of(num_kv, packed_kv(batch, num_entries, rows_per_slot))
+    num_kv = bucket_of(step.longest, packed_kv(batch, num_entries, rows_per_slot))
     sampled = selection.sampled or num_entries >= MANY_ENTRIES
     filtered = selection.filtered if in_parts else sampled
     sizes = 0, batch, num_entries, num_kv, num_candidates, kept if sampled else 0, filtered
@@ -233,13 +232,13 @@ def packed_kv(batch: int, num_entries: int, rows_per_slot: int) -> Sequence[int]
 
 def packed_inputs(rows: Sequence[Row], cache: KVCache, device: torch.device, bucket: int, kv_bucket: int) -> StepInputs:
     """The inputs of a packed step that is evaluated directly; N and KV are multiples of `bucket` and `kv_bucket`."""
-    num_entries = -(-sum([row.num_entries for row in rows]) // bucket) * bucket
-    num_results = sum([row.num_results for row in rows])
-    num_kv = -(-max([row.num_cached + row.num_entries for row in rows]) // kv_bucket) * kv_bucket
+    step = Rows.of(rows)
+    num_entries, num_results = -(-step.num_entries // bucket) * bucket, step.num_results
+    num_kv = -(-step.longest // kv_bucket) * kv_bucket
     sizes = 0, len(rows), num_entries, min(num_kv, cache.rows_per_slot), 0, 0, False
     shape = StaticShape(*sizes, tree_bits=True, by_table=True, num_kept=max(1, num_results))
     words = np.empty(shape.num_words, np.int32)
-    shape.place(words, rows, Selection.build([]), cache)
+    shape.place(words, step, Selection.build([]), cache)
     inputs, _ = shape.read(to_device(words, device), cache)
     inputs.num_results, inputs.rows, inputs.length = [num_results], rows, max([row.num_cached for row in rows])
     return inputs

@@ -41,7 +41,7 @@ from lpr.model.graph_inputs import (
     wide_kv,
 )
 from lpr.model.sampling.selection import Selection
-from lpr.model.step_inputs import Row, StepInputs
+from lpr.model.step_inputs import Row, Rows, StepInputs
 from lpr.model.torch_compile import CompiledForward
 from lpr.model.transfer import Upload
 
@@ -181,7 +181,7 @@ class GraphForward(EagerForward):
                 counts = [row.num_entries for row in rows]
                 parts = self._kept_hidden[shape.num_entries - sum(counts) :].split(counts)
                 self.hidden = {row.slot: part for row, part in zip(rows, parts, strict=True)}
-            return results[: sum([row.num_results for row in rows])]
+            return results[: Rows.of(rows).num_results]
         results = results.view(shape.batch, shape.num_entries, -1)
         if self._kept_hidden is not None:
             states = self._kept_hidden.view(shape.batch, shape.num_entries, -1)

@@ -21,7 +21,7 @@ from lpr.model.fp8_cache import as_read, as_stored
 from lpr.model.host_pages import HostPages, swap_ms
 from lpr.model.moves import move_rows
 from lpr.model.recurrent.states import States, StatesInCache
-from lpr.model.step_inputs import Block, Row, StepInputs, current_step
+from lpr.model.step_inputs import Block, Row, Rows, StepInputs, current_step
 from lpr.model.transfer import to_device
 from lpr.native import PagedAttention, place_packed, place_rows
 
@@ -327,10 +327,8 @@ class KVCache(StatesInCache, Cache):
         self, words: np.ndarray, rows: Sequence[Row], num_sequences: int, num_entries: int, num_kept: int
     ) -> None:
         """The same of a packed step, of rows of any slots."""
-        slots, cached = [row.slot for row in rows], [row.num_cached for row in rows]
-        results, entries = [row.num_results for row in rows], [row.entries for row in rows]
-        where = self.tables, self.page_size, self.num_rows - 1
-        place_packed(words, num_sequences, num_entries, num_kept, *where, slots, cached, results, entries)
+        step, where = Rows.of(rows), (self.tables, self.page_size, self.num_rows - 1)
+        place_packed(words, num_sequences, num_entries, num_kept, *where, step.slots, step.columns, step.entries)
 
     def place_static(self, block: Block, num_used: Tensor | None) -> None:
         """The same on the device alone, for a captured step; without `num_used` [B] by table."""
@@ -362,7 +360,8 @@ class KVCache(StatesInCache, Cache):
         """Move entries of a step's rows, int64 [3, n]: row, entry, and the entry in whose place it belongs."""
         if not moves.shape[1] or not self._pools:
             return
-        slots, cached = np.array([(row.slot, row.num_cached) for row in rows], np.int64).T
+        step = Rows.of(rows)
+        slots, cached = step.slots, step.columns[0]
         self.move(self.cache_rows(slots[moves[0]], cached[moves[0]] + moves[1:]))
 
     def commit(self, row: Row, entries: Sequence[int]) -> None:

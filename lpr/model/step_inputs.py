@@ -6,7 +6,7 @@ the step from the context variable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -81,6 +81,45 @@ class Row:
     def is_prompt(self) -> bool:
         """True for a sequence from its first token on, without a branch."""
         return not self.num_cached and np.array_equal(self.parents, np.arange(-1, self.num_entries - 1))
+
+
+class Rows(Sequence[Row]):
+    """The rows of a step as columns. A Row is made when one is asked for."""
+
+    def __init__(self, slots: np.ndarray, columns: np.ndarray, entries: np.ndarray, totals: tuple[int, int, int]) -> None:
+        """Rows of int64 `slots` [n], with the columns, entries and totals of a StepDraft."""
+        self.slots, self.columns, self.entries = slots, columns, entries
+        self.num_entries, self.num_results, self.longest = totals
+        self._made: list[Row] | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Rows:
+        """The same rows as columns."""
+        if isinstance(rows, Rows):
+            return rows
+        columns = np.array([(row.num_cached, row.num_results, row.num_entries) for row in rows], np.int64).reshape(-1, 3)
+        entries = np.concatenate([np.empty(0, np.int32), *[row.entries.reshape(-1) for row in rows]])
+        longest = int((columns[:, 0] + columns[:, 2]).max(initial=0))
+        totals = int(columns[:, 2].sum()), int(columns[:, 1].sum()), longest
+        return cls(np.array([row.slot for row in rows], np.int64), np.ascontiguousarray(columns.T), entries, totals)
+
+    def _all(self) -> list[Row]:
+        if self._made is None:
+            self._made, begin = [], 0
+            for slot, cached, results, count in zip(self.slots.tolist(), *self.columns.tolist(), strict=True):
+                end = begin + 3 * count
+                self._made.append(Row.of(slot, cached, self.entries[begin:end].reshape(3, count), results))
+                begin = end
+        return self._made
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._all())
 
 
 @dataclass

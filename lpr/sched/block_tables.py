@@ -53,6 +53,8 @@ class RankPages(Generic[R]):
         self.rank, self.num_slots, self.pool, self.retains = rank, num_slots, pool, retains
         self.running: list[R] = []  # by slot, which is a request's place in the batch
         self._tables: list[Table] = []
+        self._changed: set[int] = set()
+        """Slots whose tables may have changed since the last `take_changed`."""
         self._num_snapshots = num_snapshots
         self._begin_snapshots()
 
@@ -71,9 +73,14 @@ class RankPages(Generic[R]):
             pool.claim(pages)
         for request, pages in zip(requests, tables, strict=True):
             self._tables.append(Table(pool.root(request.tenant), list(pages)))
+        self._changed = set(range(len(requests)))
 
     def table(self, request: R) -> Table:
         return self._tables[request.slots[self.rank]]
+
+    def _table_to_change(self, request: R) -> Table:
+        self._changed.add(request.slots[self.rank])
+        return self.table(request)
 
     @property
     def retained(self) -> tuple[int, int]:
@@ -82,10 +89,15 @@ class RankPages(Generic[R]):
 
     def take_changed(self) -> list[tuple[int, list[int], int]]:
         """Slots of the tables that have changed since the last call, their new pages, and the first one's place."""
-        changed = [(slot, each) for slot, each in enumerate(self._tables) if each.num_known < len(each.pages)]
-        found = [(slot, table.pages[table.num_known :], table.num_known) for slot, table in changed]
-        for _, table in changed:
-            table.num_known = len(table.pages)
+        if not self._changed:
+            return []
+        slots, found = sorted(slot for slot in self._changed if slot < len(self._tables)), []
+        self._changed.clear()
+        for slot in slots:
+            table = self._tables[slot]
+            if table.num_known < len(table.pages):
+                found.append((slot, table.pages[table.num_known :], table.num_known))
+                table.num_known = len(table.pages)
         return found
 
     def num_pages(self, num_tokens: int) -> int:
@@ -121,6 +133,7 @@ class RankPages(Generic[R]):
         if self.pool.snapshots is not None:
             nodes, partial, length = self._begin_states(nodes, partial, length)
         table = Table(self.pool.root(request.tenant))
+        self._changed.add(len(self.running))
         request.slots[self.rank] = len(self.running)
         self.running.append(request)
         self._tables.append(table)
@@ -166,6 +179,7 @@ class RankPages(Generic[R]):
             return False
         if missing <= 0:
             return True
+        self._changed.add(request.slots[self.rank])
         if not table.room and not (table.pages and self.pool.is_free(table.pages[-1] + 1)):
             longest = num_tokens + request.num_left
             table.room = self.pool.keep_room(self.num_pages(longest) - len(table.pages))
@@ -176,7 +190,7 @@ class RankPages(Generic[R]):
 
     def follow(self, request: R, num_computed: int) -> int:
         """Share pages that other requests have computed since; returns the request's number of computed tokens."""
-        size, table, tokens = self.pool.page_size, self.table(request), request.tokens
+        size, table, tokens = self.pool.page_size, self._table_to_change(request), request.tokens
         shares = self.retains and self.pool.snapshots is None
         while shares and num_computed == len(table.nodes) * size and num_computed + size < len(tokens):
             child = table.last.children.get(tuple(tokens[num_computed : num_computed + size]))
@@ -199,7 +213,7 @@ class RankPages(Generic[R]):
 
         A snapshot of its states is kept at the end of its prompt's last full page.
         """
-        table, size = self.table(request), self.pool.page_size
+        table, size = self._table_to_change(request), self.pool.page_size
         while self.retains and (len(table.nodes) + 1) * size <= num_computed:
             start = len(table.nodes) * size
             tokens = tuple(request.tokens[start : start + size])
@@ -253,6 +267,7 @@ class RankPages(Generic[R]):
         last, last_table = self.running.pop(), self._tables.pop()
         if last is not request:
             last_table.num_known = 0
+            self._changed.add(slot)
             if pool.snapshots is not None:
                 pool.moves.append(StateCopy(last.slots[self.rank], slot))
             last.slots[self.rank], self.running[slot], self._tables[slot] = slot, last, last_table

@@ -92,7 +92,6 @@ def test_what_a_request_tells_does_not_wait_for_the_device(engine: Engine) -> No
     while request.finish_reason is None:
         engine.step()
         assert request.stats.num_tokens == request.num_output > num_tokens
-        request.stats.count_nodes()
         assert request.stats.drafted.total() == request.stats.num_nodes
         emitted = [token for chunk in request.take() for token in chunk.token_ids]
         assert emitted == request.token_ids[num_tokens:]

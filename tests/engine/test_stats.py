@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lpr import SamplingParams
+from lpr.config import TreeSizes
+from lpr.core.state import SequenceState
 from lpr.core.tree import Source, TokenTree
 from lpr.engine.stats import DecodeStats, SourceCount, depth_bucket
 
@@ -18,8 +21,12 @@ def test_nodes_count_for_the_source_and_the_depth_at_which_they_hang():
     for token in range(1, 6):
         chain.append(tree.add(chain[-1], token, Source.TRIE if token < 5 else Source.RECYCLED))
     tree.add(0, 9, Source.WINDOW)
+    state = SequenceState([0], SamplingParams(), TreeSizes())
+    state.count(tree, chain[:5], 5)
+    counts = state.take_counts()
+    assert counts is not None and counts[2] == 5 and state.take_counts() is None
     stats = DecodeStats(num_tokens=5)
-    stats.count_step(tree, chain[:5])
+    stats.count(counts)
     assert stats.by_depth == {
         ("trie", 1): SourceCount(1, 1),
         ("trie", 2): SourceCount(1, 1),

@@ -251,6 +251,8 @@ def run(core: Any, plan: Plan) -> list[Any]:
         seen = [see_conclusions(draft, concluded) for draft, (concluded, _) in zip(drafts, done, strict=True)]
         assert all(each == seen[0] for each in seen), "all ranks know the same of all sequences"
         record.append([seen[0], [[[each.has_nan for each in concluded], moves.tolist()] for concluded, moves in done]])
+        record.append([[concluded.ending, concluded.grown, concluded.with_nan] for concluded, _ in done])
+        record.append(see_counts(ranks, [concluded for concluded, _ in done]))
         record.append([[float(each).hex() for each in states[0].probabilities] for states in ranks.states])
         record.append([len(budgets) for budgets in ranks.budgets])
         for index, each in enumerate(done[0][0]):
@@ -275,9 +277,9 @@ def see_draft(core: Any, draft: Any, served: list[list[int]]) -> list[Any]:
     """What a rank has drafted, and what it sends to its device and to other ranks."""
     assert (list(draft.mine), len(draft), draft.capacity > 0) == (served[draft.rank], len(draft.states), True)
     assert [tree is not None for tree in draft.trees] == [i in draft.mine for i in range(len(draft))]
-    rows = [(cached, num_results, entries.tolist()) for cached, num_results, entries in draft.rows]
-    words = placed(core, [entries for _, _, entries in draft.rows], [cached for cached, _, _ in draft.rows])
-    return [rows, draft.placement.tolist(), draft.header.tolist(), draft.num_candidates, words]
+    columns = draft.columns.tolist()
+    words = placed(core, draft.columns, draft.entries)
+    return [columns, draft.entries.tolist(), [*draft.totals], draft.placement.tolist(), draft.header.tolist(), draft.num_candidates, words]
 
 
 def noticed(core: Any, ranks: Ranks, drafts: list[Any], payloads: np.ndarray, served: list[list[int]]) -> list[bool]:
@@ -301,6 +303,21 @@ def noticed(core: Any, ranks: Ranks, drafts: list[Any], payloads: np.ndarray, se
     return found
 
 
+def see_counts(ranks: Ranks, done: list[Any]) -> list[Any]:
+    """What the published steps of some sequences come to; those of the others wait."""
+    for concluded in done:
+        concluded.publish()
+        concluded.publish()  # for nothing
+    found = []
+    for states in ranks.states:
+        grows = ranks.random.randrange(4)
+        for state_ in states:
+            state_.care_at = len(state_.tokens) + grows
+        if ranks.random.random() < 0.3:
+            found.append([state_.take_counts() for state_ in states])
+    return found
+
+
 def see_conclusions(draft: Any, concluded: list[Any]) -> list[Any]:
     """What a rank knows after a step, also of sequences that others serve."""
     seen: list[Any] = [list(draft.num_entries)]
@@ -312,19 +329,21 @@ def see_conclusions(draft: Any, concluded: list[Any]) -> list[Any]:
     return seen
 
 
-def placed(core: Any, rows: list[np.ndarray], num_cached: list[int]) -> list[int]:
+def placed(core: Any, columns: np.ndarray, entries: np.ndarray) -> list[int]:
     """The words of a step with one empty row."""
+    num_cached, _, counts = columns.tolist()
+    parts = np.split(entries, 3 * np.cumsum(counts[:-1], dtype=np.int64)) if counts else []
+    rows = [each.reshape(3, -1) for each in parts]
     longest = 3 + max([row.shape[1] for row in rows], default=0)
     batch, words = len(rows) + 1, np.full(200_000, 7, np.int32)
     size = batch * longest * (3 + 2 * -(-longest // 64)) + 2 * batch
     tables = np.random.default_rng(batch).permutation(batch * 400).astype(np.int32).reshape(batch, 400)
     core.place_rows(words, batch, longest, tables, 16, 99999, num_cached, rows)
-    slots, kept = (
-        np.random.default_rng(batch).permutation(batch)[: len(rows)].tolist(),
-        [index % (row.shape[1] + 1) for index, row in enumerate(rows)],
-    )
+    slots = np.random.default_rng(batch).permutation(batch)[: len(rows)].astype(np.int64)
+    kept = [index % (count + 1) for index, count in enumerate(counts)]
+    others = np.array([num_cached, kept, counts], np.int64).reshape(3, -1)
     one, count = np.full(200_000, 7, np.int32), 5 + sum(row.shape[1] for row in rows)
-    core.place_packed(one, batch, count, 3 + sum(kept), tables, 16, 99999, slots, num_cached, kept, rows)
+    core.place_packed(one, batch, count, 3 + sum(kept), tables, 16, 99999, slots, others, entries)
     size_of_one = count * (3 + 2 * max(2, -(-count // 64))) + 3 + sum(kept) + 4 * batch + 1
     assert one[size_of_one] == 7
     return [*words[: size + 1].tolist(), *one[:size_of_one].tolist()]
