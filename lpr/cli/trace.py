@@ -21,7 +21,8 @@ from lpr.core.accept import likely
 from lpr.core.tree import Source
 from lpr.engine.engine import Engine
 from lpr.engine.hooks import StepHooks
-from lpr.engine.request import Outcome, Request
+from lpr.engine.outcomes import Outcome
+from lpr.engine.request import Request
 from lpr.engine.text import TextStream, decoder_of
 from lpr.files import replace_file
 from lpr.native import Conclusion

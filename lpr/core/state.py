@@ -24,7 +24,6 @@ from lpr.core.suffix_index import SuffixIndex
 from lpr.core.tree import TokenTree
 from lpr.core.window import JacobiWindow
 
-
 Counts = tuple[int, int, int, dict[tuple[int, int], int], dict[tuple[int, int], int]]
 """As SequenceState.take_counts."""
 

@@ -17,8 +17,9 @@ import torch
 from lpr.core.heads import block_words
 from lpr.core.step_times import StepTimes
 from lpr.engine.guesses import Followed, follow_all, guess
+from lpr.engine.outcomes import Outcome
 from lpr.engine.plan import StepPlan
-from lpr.engine.request import Outcome, Request
+from lpr.engine.request import Request
 from lpr.model.runner import TreeModel
 from lpr.model.self_draft import Ending, pure
 from lpr.model.step_inputs import Row

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lpr.engine.request import Outcome, Request
+    from lpr.engine.outcomes import Outcome
+    from lpr.engine.request import Request
     from lpr.protocol import Chunk
 
 

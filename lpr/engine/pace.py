@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lpr.engine.request import Outcome
+from lpr.engine.outcomes import Outcome
 
 TRIAL = 16  # steps of a trial
 FIRST_STAY, LONGEST_STAY = 64, 1024

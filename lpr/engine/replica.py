@@ -27,10 +27,11 @@ from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
 from lpr.engine.kv_pool import DEFAULT_LENGTH, PoolSize, follow
 from lpr.engine.options import EngineOptions
+from lpr.engine.outcomes import Outcomes
 from lpr.engine.pace import Pace
 from lpr.engine.plan import Batch, StepPlan
 from lpr.engine.prepare import longest_sequence, prepare
-from lpr.engine.request import Outcomes, Request
+from lpr.engine.request import Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.sizing import Sizer
 from lpr.engine.step import StepResult, decode_step
@@ -249,8 +250,7 @@ class Replica(StepHooks):
                 count_passes(self.model, outcomes, ms - guess_ms, self.sizes.num_nodes)
             # The time of a head or copy does not depend on the tree; counted in, it would raise the price of all nodes.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
-        if self.turns.changing:
-            Request.require_whole(self.turns.changing)
+        Request.require_whole(self.turns.changing)
         self.is_whole = True
         self.hooks.while_busy()
 
@@ -407,12 +407,9 @@ class Replica(StepHooks):
             raise CommError("all ranks that hold the model are lost")
         lost = self.scheduler.regroup(kept, self.comm.drafting)
         self._move()
-        for request in lost:
+        for request in [*lost, *self.scheduler.running]:
             request.collect()
-            request.state = None
-        for request in self.scheduler.running:
-            request.collect()
-            request.state = self.new_state(request, request.num_computed_tokens)
+            request.state = self.new_state(request, request.num_computed_tokens) if request.homes else None
         self._fit_mesh(self.sizer.times)
 
     def _take_in(self, newcomers: Sequence[int]) -> None:

@@ -14,20 +14,18 @@ import msgspec
 import torch
 
 from lpr.core.accept import NOT_A_NUMBER
-from lpr.core.tree import Source
+from lpr.engine.outcomes import Outcome, Outcomes
 from lpr.engine.stats import DecodeStats
 from lpr.engine.text import TextStream
 from lpr.engine.turns import Turns, in_turn
 from lpr.model.sampling.processors import Processor, Processors
-from lpr.native import Concluded, Conclusion, SequenceState
+from lpr.native import Conclusion, SequenceState
 from lpr.protocol import Chunk, ErrorCode, Failure, Submit, TokenLogprobs, Usage
 
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
-MODEL_SOURCE = "model"
-"""Source of a bonus token, which the model itself chose."""
 UNKNOWN_SOURCE = "unknown"
 """Source of a token that is sent again."""
 
@@ -49,38 +47,6 @@ class Completion:
     """The error that ended the request, in one line; ids and text are those before it."""
     logprobs: list[TokenLogprobs] | None = None
     """Per token id, if SamplingParams asked for them."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """The result of one step for one sequence."""
-
-    concluded: Conclusion
-    """Tree, accepted path and emitted tokens."""
-    num_entries: Sequence[int]
-    """Tokens that each rank evaluated in the step: pending chains and shards of all sequences."""
-    logprobs: list[TokenLogprobs] | None = None
-    """Per node of the tree, in steps in which some request asks for them."""
-
-
-@dataclass(slots=True)
-class Outcomes(Sequence[Outcome]):
-    """The results of one step for its batch. An Outcome is made when one is asked for."""
-
-    concluded: Concluded
-    num_entries: Sequence[int]
-    """As in Outcome."""
-    logprobs: list[list[TokenLogprobs]] | None = None
-    """Per sequence, in steps in which some request asks for them."""
-    one_by_one: Sequence[int] = ()
-    """Indices of the requests that take the result of each step."""
-
-    def __len__(self) -> int:
-        return len(self.concluded)
-
-    def __getitem__(self, index: Any) -> Any:
-        logprobs = self.logprobs[index] if self.logprobs is not None else None
-        return Outcome(self.concluded[index], self.num_entries, logprobs)
 
 
 class Request:
@@ -120,7 +86,7 @@ class Request:
         self.wants_each_step = bool(
             self.params.stop or self.params.logprobs is not None or self.details or command.prediction
         )
-        """True if its chunks need the result of each step: its tree, log-probabilities, or a search for stop strings."""
+        """True if its chunks need the result of each step: its tree, log-probabilities, a search for stop strings."""
         self.predicted = command.predicted
         """Tokens drafted from the prediction, and the accepted ones of them, up to the last `collect`."""
         self.finish_reason: str | None = None
@@ -152,8 +118,7 @@ class Request:
         """True if the last chunk was made."""
         self._is_changing = False
         """True while its chunks are made; it stays True if that was interrupted, and chunks were lost."""
-        self._is_writing = False
-        """True while their text is made."""
+        self._is_writing = False  # True while their text is made
 
     @property
     @in_turn
@@ -299,15 +264,11 @@ class Request:
 
         The tokens of the others wait in their states for `collect`.
         """
-        concluded, ended = outcomes.concluded, list[Request]()
-        concluded.publish()
-        ending = concluded.ending
-        for index in sorted({*ending, *outcomes.one_by_one}) if outcomes.one_by_one else ending:
-            request = batch[index]
-            request.collect(outcomes[index])
-            if request.finish_reason is not None:
-                ended.append(request)
-        return ended
+        outcomes.concluded.publish()
+        looked_at = sorted({*outcomes.concluded.ending, *outcomes.one_by_one})
+        for index in looked_at:
+            batch[index].collect(outcomes[index])
+        return [batch[index] for index in looked_at if batch[index].finish_reason is not None]
 
     def collect(self, last: Outcome | None = None) -> None:
         """Count the steps since the last call and put their tokens into one chunk, without text.
@@ -350,29 +311,16 @@ class Request:
         self._stats.num_tokens += taken
         chunk = Chunk(self.id, tokens[:taken], start=self.text_stream.num_tokens - taken)
         if outcome is not None:
-            self._detail(chunk, outcome)
+            if self.finish_reason is None and outcome.concluded.failure is not None:
+                self._fail(outcome.concluded)
+            outcome.describe(chunk, self.params.logprobs, self.details)
+            if self.prediction:
+                drafted, accepted = outcome.num_predicted(taken)
+                self.predicted = self.predicted[0] + drafted, self.predicted[1] + accepted
         self._unwritten.append(chunk)
         self._add(chunk)
         if self.params.stop:  # the search for stops has decoded the tokens, so the chunk gets their text
             self._write_texts()
-
-    def _detail(self, chunk: Chunk, outcome: Outcome) -> None:
-        """Add what a step tells of its tokens, and end the request if the step has failed."""
-        path, taken = outcome.concluded.path, len(chunk.token_ids)
-        if self.finish_reason is None and outcome.concluded.failure is not None:
-            self._fail(outcome.concluded)
-        if self.params.logprobs is not None and outcome.logprobs is not None:
-            found = [outcome.logprobs[node] for node in path[:taken]]
-            chunk.logprobs = [TokenLogprobs(each.logprob, each.top[: self.params.logprobs]) for each in found]
-        if self.prediction:
-            sources = outcome.concluded.tree.sources
-            num_accepted = sum(sources[node] == Source.PREDICTION for node in path[1 : 1 + taken])
-            drafted, accepted = self.predicted
-            self.predicted = drafted + sources.count(Source.PREDICTION), accepted + num_accepted
-        if self.details:
-            sources = outcome.concluded.tree.sources
-            named = [Source(sources[node]).name.lower() for node in path[1 : 1 + taken]]
-            chunk.sources = [*named, MODEL_SOURCE][:taken]
 
     def _add(self, chunk: Chunk) -> None:
         chunk.predicted = self.predicted

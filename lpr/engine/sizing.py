@@ -18,7 +18,8 @@ from lpr.core.concurrent_load import ConcurrentLoad, Work, times_under_load
 from lpr.core.constants import KNOTS
 from lpr.core.step_times import SHORTEST_KV, SLACK, Key, StepTimes, StepTimesTracker, at_knots, interpolate
 from lpr.dist.comm import Comm, is_driver
-from lpr.engine.request import Outcome, Request
+from lpr.engine.outcomes import Outcome
+from lpr.engine.request import Request
 from lpr.model.input_builder import Row
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel

@@ -19,8 +19,9 @@ from lpr.core.budgets import Budgets
 from lpr.engine.ahead import Ahead, look_ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
+from lpr.engine.outcomes import Outcomes
 from lpr.engine.plan import StepPlan, num_logprobs
-from lpr.engine.request import Outcomes, Request
+from lpr.engine.request import Request
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.processors import ProcessorPath
 from lpr.model.sampling.selection import Selection

@@ -86,7 +86,9 @@ class Row:
 class Rows(Sequence[Row]):
     """The rows of a step as columns. A Row is made when one is asked for."""
 
-    def __init__(self, slots: np.ndarray, columns: np.ndarray, entries: np.ndarray, totals: tuple[int, int, int]) -> None:
+    def __init__(
+        self, slots: np.ndarray, columns: np.ndarray, entries: np.ndarray, totals: tuple[int, int, int]
+    ) -> None:
         """Rows of int64 `slots` [n], with the columns, entries and totals of a StepDraft."""
         self.slots, self.columns, self.entries = slots, columns, entries
         self.num_entries, self.num_results, self.longest = totals
@@ -97,7 +99,9 @@ class Rows(Sequence[Row]):
         """The same rows as columns."""
         if isinstance(rows, Rows):
             return rows
-        columns = np.array([(row.num_cached, row.num_results, row.num_entries) for row in rows], np.int64).reshape(-1, 3)
+        columns = np.array([(row.num_cached, row.num_results, row.num_entries) for row in rows], np.int64).reshape(
+            -1, 3
+        )
         entries = np.concatenate([np.empty(0, np.int32), *[row.entries.reshape(-1) for row in rows]])
         longest = int((columns[:, 0] + columns[:, 2]).max(initial=0))
         totals = int(columns[:, 2].sum()), int(columns[:, 1].sum()), longest

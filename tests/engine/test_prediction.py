@@ -17,7 +17,8 @@ from lpr.core import constants
 from lpr.core import drafting as pure
 from lpr.core.tree import TokenTree as PureTree
 from lpr.engine.exchange import DesyncError
-from lpr.engine.request import Outcome, Request
+from lpr.engine.outcomes import Outcome
+from lpr.engine.request import Request
 from lpr.native import Drafter, TokenTree
 from lpr.protocol import Submit
 from tests.fakes.models import plain_ids

@@ -279,7 +279,15 @@ def see_draft(core: Any, draft: Any, served: list[list[int]]) -> list[Any]:
     assert [tree is not None for tree in draft.trees] == [i in draft.mine for i in range(len(draft))]
     columns = draft.columns.tolist()
     words = placed(core, draft.columns, draft.entries)
-    return [columns, draft.entries.tolist(), [*draft.totals], draft.placement.tolist(), draft.header.tolist(), draft.num_candidates, words]
+    return [
+        columns,
+        draft.entries.tolist(),
+        [*draft.totals],
+        draft.placement.tolist(),
+        draft.header.tolist(),
+        draft.num_candidates,
+        words,
+    ]
 
 
 def noticed(core: Any, ranks: Ranks, drafts: list[Any], payloads: np.ndarray, served: list[list[int]]) -> list[bool]:
