@@ -17,7 +17,7 @@ from lpr.core import constants
 from lpr.core import drafting as pure
 from lpr.core.tree import TokenTree as PureTree
 from lpr.engine.exchange import DesyncError
-from lpr.engine.outcomes import Outcome
+from lpr.engine.outcomes import Outcomes
 from lpr.engine.request import Request
 from lpr.native import Drafter, TokenTree
 from lpr.protocol import Submit
@@ -148,7 +148,7 @@ def test_a_draft_that_is_taken_for_the_text_shows(
 ) -> None:
     advance = Request.advance
 
-    def mutant(batch: Sequence[Request], outcomes: Sequence[Outcome]) -> list[Request]:
+    def mutant(batch: Sequence[Request], outcomes: Outcomes) -> list[Request]:
         for request, outcome in zip(batch, outcomes, strict=True):
             request.tokens[-1] = request.prediction[0]
             outcome.concluded.emitted[-1:] = [request.prediction[0]]
