@@ -78,10 +78,6 @@ class RankPages(Generic[R]):
     def table(self, request: R) -> Table:
         return self._tables[request.slots[self.rank]]
 
-    def _table_to_change(self, request: R) -> Table:
-        self._changed.add(request.slots[self.rank])
-        return self.table(request)
-
     @property
     def retained(self) -> tuple[int, int]:
         """Number of pages that no running request holds, and of the tokens in the prefix cache."""
@@ -139,7 +135,7 @@ class RankPages(Generic[R]):
         self._tables.append(table)
         resident = [node for node in nodes if node.is_resident]
         for node in resident:
-            self._share(table, node)
+            self._share(request, node)
         if swapped := nodes[len(resident) :]:
             keeps = partial if self.pool.snapshots is not None else None
             if keeps is not None:
@@ -190,13 +186,13 @@ class RankPages(Generic[R]):
 
     def follow(self, request: R, num_computed: int) -> int:
         """Share pages that other requests have computed since; returns the request's number of computed tokens."""
-        size, table, tokens = self.pool.page_size, self._table_to_change(request), request.tokens
+        size, table, tokens = self.pool.page_size, self.table(request), request.tokens
         shares = self.retains and self.pool.snapshots is None
         while shares and num_computed == len(table.nodes) * size and num_computed + size < len(tokens):
             child = table.last.children.get(tuple(tokens[num_computed : num_computed + size]))
             if child is None or not child.is_resident:
                 break
-            self._share(table, child)
+            self._share(request, child)
             num_computed += size
         return num_computed
 
@@ -213,13 +209,13 @@ class RankPages(Generic[R]):
 
         A snapshot of its states is kept at the end of its prompt's last full page.
         """
-        table, size = self._table_to_change(request), self.pool.page_size
+        table, size = self.table(request), self.pool.page_size
         while self.retains and (len(table.nodes) + 1) * size <= num_computed:
             start = len(table.nodes) * size
             tokens = tuple(request.tokens[start : start + size])
             known = table.last.children.get(tokens)
             if known is not None and known.is_resident:
-                self._share(table, known)  # another request computed the same page
+                self._share(request, known)  # another request computed the same page
             elif known is not None:
                 self.pool.adopt(known, table.pages[len(table.nodes)])
                 table.nodes.append(known)
@@ -291,9 +287,11 @@ class RankPages(Generic[R]):
     def _extend(self, table: Table, count: int, after: int | None) -> None:
         table.pages += self.pool.take(count, after)
 
-    def _share(self, table: Table, node: Node) -> None:
+    def _share(self, request: R, node: Node) -> None:
         """Append a node to a table's nodes; it replaces the table's own page at that place, if any."""
+        table = self.table(request)
         place = len(table.nodes)
+        self._changed.add(request.slots[self.rank])
         table.num_known = min(table.num_known, place)
         self.pool.hold(node)
         if place < len(table.pages):

@@ -170,6 +170,21 @@ def test_tables_against_a_dictionary(
     run(steps, num_pages, num_host_pages)
 
 
+def test_a_page_that_is_shared_is_told_though_none_is_added() -> None:
+    pages: RankPages[Any] = RankPages(0, 4, PagePool(20, SIZE, 0))
+    requests = [Request([1] * (2 * SIZE + 1), "", num_left=1) for _ in range(2)]
+    for request in requests:
+        pages.enter(request)
+        request.num_computed_tokens = [0]
+        assert pages.reserve(request, 2 * SIZE + 1)
+    assert len(pages.take_changed()) == 2 and pages.take_changed() == []
+    for request in requests:
+        request.num_computed_tokens = [SIZE]
+        pages.register(request, SIZE)
+    first, second = (pages.table(request).pages for request in requests)
+    assert first[0] == second[0] and pages.take_changed() == [(1, second, 0)]
+
+
 def random_runs(seed: int = 0, count: int = 300) -> int:
     dice = Random(seed)
     hits = 0
