@@ -59,8 +59,8 @@ if TYPE_CHECKING or _extension is None:
     from lpr.core.tree import TokenTree
 __all__ = [
     "Budgets", "CandidateTable", "ChainState", "Chains", "Concluded", "Conclusion", "Drafter", "SequenceState", "Shard",
-    "StepDraft", "SuffixIndex", "TokenTree", "ancestor_words", "draft_step", "is_native", "missing", "place_packed", "place_rows",
-    "selection_words",
+    "StepDraft", "SuffixIndex", "TokenTree", "ancestor_words", "draft_step", "is_native", "missing", "place_packed",
+    "place_rows", "selection_words",
 ]  # fmt: skip
 
 choose_rows: Callable[..., None] | None = getattr(_extension, "choose_rows", None)
