@@ -148,13 +148,8 @@ class Passes:
 
         `gains` are the probabilities that each draft is right so far and needs the copy.
         """
-        if num_made >= MOST_PASSES or self._fixed is not None:
-            return self._fixed is not None and num_made < min(self._fixed, MOST_PASSES)
-        count = len(gains)
-        if num_made < self._fewest or not self._pass_ms or not self._rate(count)[1]:
-            return True
-        took = self.pass_time(num_entries) + self._longer_ms(num_made, count)
-        return sum(gains) > self._price(count) * took
+        least, price = self._needed(num_made, len(gains))
+        return sum(gains) > least + (price * self.pass_time(num_entries) if price else 0.0)
 
     def rules(self, most_entries: int) -> tuple[list[float], list[float], list[float], list[float], float]:
         """The thresholds of `worth` for one sequence, for native/draft_passes.h.
@@ -162,15 +157,20 @@ class Passes:
         A pass pays if its gain exceeds the sum of the first two: by passes made, and by entries of the pass. Then the
         estimates of the copy and of the text per octave, and LEAST_TEXT.
         """
-        estimates = self.copy.estimates(), self.text.estimates(), LEAST_TEXT
-        if self._fixed is not None:
-            return [-inf] * min(self._fixed, MOST_PASSES), [0.0] * most_entries, *estimates
-        if not self._pass_ms or not self._rate(1)[1]:
-            return [-inf] * MOST_PASSES, [0.0] * most_entries, *estimates
-        price = self._price(1)
-        by_made = [price * self._longer_ms(made, 1) for made in range(MOST_PASSES)]
-        by_made[: self._fewest] = [-inf] * self._fewest
-        return by_made, [price * self.pass_time(1 + text) for text in range(most_entries)], *estimates
+        needed = [self._needed(made, 1) for made in range(MOST_PASSES)]
+        price = max([price for _, price in needed])
+        by_entries = [price * self.pass_time(1 + text) if price else 0.0 for text in range(most_entries)]
+        by_made = [least for least, _ in needed if least < inf]
+        return by_made, by_entries, self.copy.estimates(), self.text.estimates(), LEAST_TEXT
+
+    def _needed(self, num_made: int, count: int) -> tuple[float, float]:
+        """What the gains of one more pass for `count` drafts must exceed: a part, and one per millisecond of the pass."""
+        if num_made >= (MOST_PASSES if self._fixed is None else min(self._fixed, MOST_PASSES)):
+            return inf, 0.0
+        if self._fixed is not None or num_made < self._fewest or not self._pass_ms or not self._rate(count)[1]:
+            return -inf, 0.0
+        price = self._price(count)
+        return price * self._longer_ms(num_made, count), price
 
     def _price(self, count: int) -> float:
         """Accepted tokens that a millisecond must add: the recent rate over the recent agreement."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from lpr.config import TreeSizes
 from lpr.core import wire
 from lpr.core.digest import digest_of
 from lpr.core.heads import FROM_ROOT, PROBABILITY_STEPS, HeadDraft, block_words, read_ahead
@@ -32,7 +33,7 @@ from lpr.engine.request import Request
 from lpr.model.runner import TreeModel
 from lpr.model.self_draft import NUM_GUESSES, NUM_ROWS, UNSURE, Ending, SelfDrafter, pure
 from lpr.model.step_inputs import Row
-from lpr.native import Conclusion
+from lpr.native import Conclusion, Drafter
 from lpr.protocol import RequestId
 
 SHORT = 16  # tokens that a pass computes besides; of more a request's K/V is filled first
@@ -60,6 +61,18 @@ class Line:
     """What the draft ranks have drafted behind the committed tokens."""
     num_tokens: int = 0
     """Committed tokens that `known` follows."""
+    text: Drafter | None = None
+    """Has the text behind the request's tokens."""
+    num_observed: int = 0
+    """Tokens that `text` has."""
+
+    def text_of(self, request: Request, sizes: TreeSizes) -> Drafter:
+        """`text` with all tokens of the request, which has this line."""
+        if self.text is None:
+            self.text, self.num_observed = Drafter(sizes, None, None, None), 0
+        self.text.observe(request.tokens[self.num_observed :])
+        self.num_observed = len(request.tokens)
+        return self.text
 
     def num_held(self, tokens: Sequence[int], chain: Sequence[int] = ()) -> int:
         """How many leading ones of a request's tokens and a chain behind them have K/V."""
@@ -112,7 +125,7 @@ class DraftRank:
         lines = [(request, line) for request, line in found if line is not None]
         limit = began + self._expected_ms(plan, lines, times) / 1e3
         self._fill(lines, (began + limit) / 2, running)
-        endings = [(line, self._ending(request, line, running)) for request, line in lines]
+        endings = [(line, self._ending(request, line, running, plan.sizes)) for request, line in lines]
         active = [(line, each) for line, each in endings if each is not None and each.is_open]
         if active and self._begins([each for _, each in active], (limit - began) * 1e3):
             self._pass([each for _, each in active], began, limit)
@@ -169,7 +182,7 @@ class DraftRank:
         if line is None and free:
             line = max(free, key=lambda each: (_num_shared(each.held, request.tokens), -each.last_used))
             line.owner, line.num_right = request.id, 0
-            line.num_tokens = 0
+            line.num_tokens, line.text = 0, None
         if line is not None:
             line.last_used = self._step
             if line.num_tokens != len(request.tokens):
@@ -219,7 +232,7 @@ class DraftRank:
                 if self._agreed(not is_fixed and time.perf_counter() >= until):
                     return
 
-    def _ending(self, request: Request, line: Line, running: set[RequestId]) -> Ending | None:
+    def _ending(self, request: Request, line: Line, running: set[RequestId], sizes: TreeSizes) -> Ending | None:
         """The end of what this rank follows of a request; None if it lacks too much of the request's K/V."""
         ends, mine = request.text_stream.stop_ids, self.comm.drafting.index(self.comm.rank)
         guess, turn = followed(line.known, mine)
@@ -237,6 +250,7 @@ class DraftRank:
             ends=ends,
             processors=processors,
             tokens=request.tokens if processors is not None else (),
+            state=line.text_of(request, sizes) if processors is None else None,
             draft=draft,
             chain=chain,
             before=[*request.tokens[num_held:], *chain[max(0, num_held - len(request.tokens)) :]][:-1],

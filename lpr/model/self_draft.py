@@ -73,8 +73,8 @@ class Ending:
     processors: Processors | None = None
     tokens: Sequence[int] = ()
     """The sequence, if there are processors."""
-    state: native.SequenceState | None = None
-    """Has the text behind the sequence (SequenceState.continuation)."""
+    state: native.SequenceState | native.Drafter | None = None
+    """Has the text behind the sequence (`continuation`)."""
     emitted: Sequence[int] = ()
     """Tokens of the sequence that the state does not have yet."""
     draft: HeadDraft = field(default_factory=lambda: HeadDraft(is_copy=True))

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import lpr.engine.draft_rank
 from lpr import Completion, DecodeConfig, Engine, SamplingParams
-from lpr.config import InputError
+from lpr.config import InputError, TreeSizes
 from lpr.core.heads import FROM_ROOT, HeadDraft, read_ahead
 from lpr.engine.draft_rank import DraftRank, Line, along, followed
 from lpr.model.self_draft import SelfDrafter
@@ -79,6 +80,33 @@ def test_what_is_drafted_meanwhile_stands() -> None:
     with_one = compression(drafted())
     assert with_one > 3.0
     assert compression(drafted(3, 2)) > with_one + 0.05
+
+
+def test_passes_evaluate_what_the_text_has_behind_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a text that has all that comes, four passes draft far more than four tokens."""
+    texts = [[*prompt, *text] for prompt, text in zip(PROMPTS, plain_ids(*MIXED), strict=True)]
+
+    def text_of(self: Line, request: Any, sizes: Any) -> SimpleNamespace:
+        def continuation(chain: list[int], count: int) -> tuple[list[int], list[float]]:
+            known = [*request.tokens, *chain]
+            found = [text[len(known) :][:count] for text in texts if text[: len(known)] == known]
+            return (found[0], [0.99] * len(found[0])) if found else ([], [])
+
+        return SimpleNamespace(continuation=continuation)
+
+    without = compression(drafted())
+    monkeypatch.setattr(Line, "text_of", text_of)
+    done = drafted()
+    assert ids(done) == plain_ids(*MIXED)
+    assert compression(done) > without + 1.0
+
+
+def test_a_line_has_the_text_of_its_request() -> None:
+    line, request, sizes = Line(0), SimpleNamespace(tokens=[1, 2, 3, 4, 1, 2]), TreeSizes(trie_nodes=8)
+    assert line.text_of(request, sizes).continuation([], 2)[0] == [3, 4]  # type: ignore[arg-type]
+    request.tokens = [*request.tokens, 7, 1, 2, 7, 1, 2]
+    assert line.text_of(request, sizes).continuation([], 2)[0] == [7, 1]  # type: ignore[arg-type]
+    assert line.text_of(request, sizes).continuation([7], 2)[0] == [1, 2]  # type: ignore[arg-type]
 
 
 def test_batches_come_and_go() -> None:
