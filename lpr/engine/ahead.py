@@ -64,7 +64,7 @@ def look_ahead(
         above = row.num_entries - row.num_results
         emitted = [*row.tokens[each.entries[above + 1 :]].tolist(), each.bonus]
         model.self_drafter.learn(row.slot, len(request.tokens), emitted, own_ms / len(rows))
-        if each.is_end:
+        if each.is_end and len(request.tokens) > request.num_prompt:  # passes do not hold up a first token
             endings.append((each, ending_of(request, row, each, emitted)))
     begun = {ending.slot for ending in model.self_drafter.begin([ending for _, ending in endings])}
     endings = [(each, ending) for each, ending in endings if ending.slot in begun]

@@ -93,6 +93,14 @@ def test_ids_are_those_of_plain_decoding(form: str, attention: str) -> None:
         assert accepted > (60 if form == "int8" else 20)
 
 
+def test_passes_do_not_hold_up_a_first_token() -> None:
+    engine, begun = drafting(), list[int]()
+    draft = engine.model.draft
+    engine.model.draft = lambda endings: (begun.extend(each.num_cached for each in endings), draft(endings))[1]  # type: ignore[method-assign]
+    assert ids(engine.generate(PROMPTS[:1], GREEDY[0])) == plain_ids(*GREEDY)[:1]
+    assert begun and min(begun) > len(PROMPTS[0])
+
+
 @pytest.mark.parametrize("max_batch_size, sizes", [(1, [1]), (2, [1, 4]), (8, [1, 4, 16])])
 def test_passes_of_a_batch_are_timed_at_the_start(max_batch_size: int, sizes: list[int]) -> None:
     engine = drafting(replace(DECODE, max_batch_size=max_batch_size))
