@@ -164,7 +164,7 @@ class Passes:
         return by_made, by_entries, self.copy.estimates(), self.text.estimates(), LEAST_TEXT
 
     def _needed(self, num_made: int, count: int) -> tuple[float, float]:
-        """What the gains of one more pass for `count` drafts must exceed: a constant, and a part per millisecond of it."""
+        """What the gains of one more pass for `count` drafts must exceed: a constant, and a part per millisecond."""
         if num_made >= (MOST_PASSES if self._fixed is None else min(self._fixed, MOST_PASSES)):
             return inf, 0.0
         if self._fixed is not None or num_made < self._fewest or not self._pass_ms or not self._rate(count)[1]:

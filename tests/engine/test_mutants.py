@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ import lpr.native
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.window import JacobiWindow
 from lpr.engine.exchange import Exchange
-from lpr.model.input_builder import Row
 from lpr.model.kv_cache import KVCache
+from lpr.model.step_inputs import Rows
 from lpr.native import StepDraft
 from tests.core.test_window import check_on_known_text
 from tests.fakes.altered_gather import change_received
@@ -65,28 +66,28 @@ def test_without_a_fault(engine: Engine, greedy: list[list[int]]) -> None:
 
 
 def wrong_position(patch: pytest.MonkeyPatch) -> None:
-    build = lpr.engine.step.shard_rows
+    build = lpr.engine.step.Rows
 
-    def mutant(*args: object) -> list[Row]:
-        rows = build(*args)  # type: ignore[arg-type]
-        for row in rows:
+    def mutant(*args: Any) -> Rows:
+        rows = build(*args)
+        for row in rows:  # views of the columns
             row.positions[row.num_entries - row.num_results + 1 :] += 1
         return rows
 
-    patch.setattr(lpr.engine.step, "shard_rows", mutant)
+    patch.setattr(lpr.engine.step, "Rows", mutant)
 
 
 def depth_counted_from_the_pending_chain(patch: pytest.MonkeyPatch) -> None:
-    build = lpr.engine.step.shard_rows
+    build = lpr.engine.step.Rows
 
-    def mutant(*args: object) -> list[Row]:
-        rows = build(*args)  # type: ignore[arg-type]
-        for row in rows:
+    def mutant(*args: Any) -> Rows:
+        rows = build(*args)
+        for row in rows:  # views of the columns
             above = row.num_entries - row.num_results
             row.positions[above + 1 :] -= above
         return rows
 
-    patch.setattr(lpr.engine.step, "shard_rows", mutant)
+    patch.setattr(lpr.engine.step, "Rows", mutant)
 
 
 def dropped_ancestor(patch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
 
 import lpr.model.self_check
 from dev.families import observe, tiny_model
@@ -29,3 +32,12 @@ def test_the_self_check_finds_what_no_config_tells(name: str, monkeypatch: pytes
     monkeypatch.setattr(lpr.model.self_check, "refusal", lambda model: None)
     with pytest.raises(InputError, match="cannot run a token tree: its (logits differ|forward failed)"):
         Engine.from_model(tiny_model(BY_NAME[name]))
+
+
+def test_an_argument_of_attention_that_is_not_known_is_refused() -> None:
+    """It may change scores; left out, all steps would agree with each other and with no other program."""
+    model = tiny_model(BY_NAME["llama"])
+    inner = model.model.layers[0].self_attn.forward
+    model.model.layers[0].self_attn.forward = partial(inner, score_bias=torch.ones(1))
+    with pytest.raises(InputError, match="its attention is given 'score_bias', which is not known here"):
+        Engine.from_model(model)

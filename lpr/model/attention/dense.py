@@ -82,6 +82,14 @@ def tree_mask(stock: Callable[..., Tensor | None], may_be_none: bool) -> Callabl
     return make
 
 
+_WITHOUT_EFFECT = frozenset(
+    "attention_mask cache cache_position cu_seq_lens_k cu_seq_lens_q dropout is_causal labels logits_to_keep max_length_k"
+    " max_length_q num_items_in_batch output_attentions output_hidden_states output_router_logits past_key_values"
+    " position_ids return_dict sliding_window token_type_ids use_cache".split()
+)
+"""What models pass on to attention, and what does not change scores here: the mask has windows and positions."""
+
+
 class Scoring(NamedTuple):
     """The modifications of attention scores besides the mask."""
 
@@ -98,9 +106,16 @@ class Scoring(NamedTuple):
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         position_bias: Tensor | None = None,
-        **_: Any,
+        **others: Any,
     ) -> Scoring:
-        """From the keyword arguments that transformers' models pass to attention."""
+        """From the keyword arguments that transformers' models pass to attention.
+
+        Raises TypeError for one that may change scores in a way that is not known here: the check at load compares a
+        model with itself under this attention, and would not see that it is missing.
+        """
+        for name, value in others.items():
+            if name not in _WITHOUT_EFFECT and isinstance(value, Tensor | int | float) and not isinstance(value, bool):
+                raise TypeError(f"its attention is given {name!r}, which is not known here")
         return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias)
 
     @property
