@@ -82,11 +82,12 @@ def tree_mask(stock: Callable[..., Tensor | None], may_be_none: bool) -> Callabl
     return make
 
 
-_WITHOUT_EFFECT = frozenset(
-    "attention_mask cache cache_position cu_seq_lens_k cu_seq_lens_q dropout is_causal labels logits_to_keep max_length_k"
-    " max_length_q num_items_in_batch output_attentions output_hidden_states output_router_logits past_key_values"
-    " position_ids return_dict sliding_window token_type_ids use_cache".split()
-)
+_WITHOUT_EFFECT = {
+    "attention_mask", "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "dropout", "is_causal", "labels",
+    "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states",
+    "output_router_logits", "past_key_values", "position_ids", "return_dict", "sliding_window", "token_type_ids",
+    "use_cache",
+}  # fmt: skip
 """What models pass on to attention, and what does not change scores here: the mask has windows and positions."""
 
 
