@@ -34,7 +34,6 @@ ANY_NUMBER = 1 << 30  # `home_ranks="auto"`: no limit on the home ranks of a req
 class Schedulable(Protocol):
     """A request, as the scheduler sees it."""
 
-    tokens: list[int]  # prompt and output so far
     num_prompt: int
     tenant: str  # K/V is shared among requests of one tenant only
     share: str  # requests of different shares get slots by weight (lpr.sched.fair_shares); "" without keys
@@ -53,6 +52,10 @@ class Schedulable(Protocol):
     num_computed_tokens: list[int]
     """Per rank: leading tokens whose K/V is in the request's pages. Valid for running requests; the scheduler writes
     it for ranks that join or leave."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output so far."""
 
     @property
     def num_pending(self) -> int:
