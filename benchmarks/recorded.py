@@ -80,9 +80,8 @@ class Steps:
         milliseconds = (time.perf_counter() - began) * 1e3
         limits = model.cache.num_slots, model.cache.rows_per_slot, model.cache.num_slots * self._engine.sizes.num_nodes
         shape = packed_shape(rows, selection, num_candidates, *limits)
-        computed = shape.num_computed if shape is not None else wanted
-        if model.device.type != "cpu":
-            computed = model.forward.num_computed - before or wanted
+        on_cpu = shape.num_computed if shape is not None else 0
+        computed = (on_cpu if model.device.type == "cpu" else model.forward.num_computed - before) or wanted
         self.seen.append((wanted, computed, milliseconds))
         return results
 

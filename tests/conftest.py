@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Generator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 # Tiny matrices gain nothing from a second thread, and ranks that are threads or processes would fight for the cores.
@@ -153,6 +154,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the cases that `pytest` leaves out, and tests/slow")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out tests/slow without --slow, unless it or a part of it is asked for."""
+    is_asked = config.getoption("--slow") or any("slow" in Path(each.partition("::")[0]).parts for each in config.args)
+    return True if collection_path.name == "slow" and not is_asked else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -53,8 +53,8 @@ class Sizes:
         """CodeLlama 7B, 13B and 34B in bf16."""
         nodes = tuple(knot for knot in KNOTS if knot <= 512)
         shapes = {name: read_preset(name)["config"] for name in MODELS}
-        lengths, few = (512, 2048, 8192), (1, 8, 64, 256)
-        return cls(device, shapes, lengths, nodes, few, 1 << 31, 8, 128, (1, 4, 16, 64), 60, torch.bfloat16)
+        few, clients = (1, 8, 64, 256), (1, 4, 16, 64)
+        return cls(device, shapes, (512, 2048, 8192), nodes, few, 1 << 31, 8, 128, clients, 60, torch.bfloat16)
 
     @classmethod
     def tiny(cls, device: torch.device) -> Sizes:
