@@ -14,7 +14,6 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -247,7 +246,6 @@ def compiled_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     engine = Engine.from_pretrained(case["model"], DECODE, comm=comm)
     model, dynamo = engine.model, torch._dynamo.utils
     groups = merge_projections(model.model)
-    spoil(case.get("fault"), model.model, comm)
     torch._dynamo.reset()
     dynamo.counters.clear()
     model.compile(case.get("compiler", "eager"))
@@ -264,17 +262,6 @@ def compiled_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         "breaks": len(dynamo.counters["graph_break"]),
         "reasons": [model.compiled.reason, model.graph_reason],
     }
-
-
-def spoil(fault: str | None, model: Any, comm: ProcessComm) -> None:
-    """Make the last tp rank's layers wrong."""
-    attention = model.model.layers[0].self_attn
-    if not fault or comm.tp_rank != comm.tp_size - 1:
-        return
-    assert fault == "order"  # keys and values have the same numbers of rows
-    weight = attention.q_proj.pack.weight
-    queries, keys, values = weight.clone().split(attention.q_proj.pack.sizes)
-    weight.copy_(torch.cat([queries, values, keys]))
 
 
 def load_only(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:

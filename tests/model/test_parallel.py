@@ -126,19 +126,19 @@ def check_trees(wholes: dict[str, PreTrainedModel], reports: list[dict[str, Any]
                     assert [mine[key] == full[key] for key in full if key.endswith(f".0.{each}")] == [is_whole], each
 
 
-COMPILED = [("qwen2", ""), ("one_kv_head", ""), ("llama", "order")]
-"""Models, and what is wrong with the second rank's layers."""
+COMPILED = "qwen2", "one_kv_head"
+"""Models; faults of a part are in tests/slow/test_torch_compile.py."""
 
 
 def check_compiled(models: dict[str, PreTrainedModel], reports: list[dict[str, Any]]) -> None:
-    """Packed and compiled parts give the ids of plain decoding on one rank, and faults of a part do not."""
-    for name, fault in COMPILED:
+    """Packed and compiled parts give the ids of plain decoding on one rank."""
+    for name in COMPILED:
         engine = Engine.from_model(models[name], decode=DecodeConfig.autoregressive(max_batch_size=3))
         expected = [each.token_ids for each in engine.generate(PROMPTS * 2, FEW)]
-        for found in [report.pop(f"compiled/{name}/{fault}") for report in reports]:
-            assert "error" not in found, (name, fault, found)
-            assert (found["token_ids"] == expected) == (not fault), (name, fault)
-            assert fault or found["steps"] < sum(map(len, expected)), "drafts were accepted"
+        for found in [report.pop(f"compiled/{name}") for report in reports]:
+            assert "error" not in found, (name, found)
+            assert found["token_ids"] == expected, name
+            assert found["steps"] < sum(map(len, expected)), "drafts were accepted"
             assert found["groups"] == 2 * models[name].config.num_hidden_layers
             assert 0 < found["forms"] <= 4 and not found["breaks"] and found["reasons"] == [None, None]
 

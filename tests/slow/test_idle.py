@@ -61,7 +61,6 @@ def test_an_idle_job_outlives_its_timeouts_and_then_answers() -> None:
 @pytest.mark.parametrize(
     ("lost", "how", "then"),
     [
-        (1, signal.SIGKILL, "wait"),
         (0, signal.SIGKILL, "wait"),
         (1, signal.SIGSTOP, "decode"),
     ],

@@ -104,8 +104,8 @@ def test_one_replica_of_two_ranks_and_the_command(
             ("one_kv_head", "deepspeed"), ("opt", "transformers"), ("incomplete", "transformers"),
         ]
     }  # fmt: skip
-    for name, fault in COMPILED:
-        cases[f"compiled/{name}/{fault}"] = {"model": str(folders[name]), "fault": fault}
+    for name in COMPILED:
+        cases[f"compiled/{name}"] = {"model": str(folders[name])}
     for backend in ("transformers", "deepspeed"):
         cases[f"load/{backend}"] = {"model": str(folders["large"]), "backend": backend}
     prompts, config = tmp_path / "in.jsonl", tmp_path / "run.toml"
