@@ -53,6 +53,7 @@ class Plan:
     """Do sequences have fewer home ranks than there are ranks, and now and then others?"""
     repeats: float = 0.7
     """How often the text goes on as it did after an earlier equal token."""
+    num_threads: int = 1
 
     @property
     def num_serving(self) -> int:
@@ -180,7 +181,7 @@ class Ranks:
         return [
             self.core.draft_step(
                 *([each[rank] for each in self.states], budgets, rank, served, self.capacity, k),
-                *(rank, [2**64 - 7]),
+                *(rank, [2**64 - 7], self.plan.num_threads),
             )
             for rank, budgets in enumerate(self.budgets)
         ]

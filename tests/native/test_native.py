@@ -17,7 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lpr.native
-from lpr.config import TreeSizes
+from lpr.config import SamplingParams, TreeSizes
+from lpr.model.threads import has_team
 from tests.fakes.native_pair import NAMES, PURE, Plan, draft_along, native_core, run
 
 try:
@@ -221,3 +222,23 @@ def assert_equal(first: list[Any], second: list[Any]) -> None:
     assert len(first) == len(second)
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
         assert one == other, f"record {index}"
+
+
+@needs_native
+def test_threads_change_no_result() -> None:
+    """They draft the trees of a step and conclude them, each with a state of its own; the shared text is read."""
+    assert has_team()
+    many = TreeSizes(window_size=3, guess_set_size=3, trie_nodes=24, trie_capacity=700, num_candidates=2)
+    plan = Plan(seed=11, sizes=many, num_sequences=16, num_steps=8, vocabulary=30, fails=True, num_threads=4)
+    assert_equal(run(PURE, plan), run(NATIVE, plan))
+
+
+@needs_native
+def test_an_exception_of_a_thread_reaches_the_caller() -> None:
+    """If it left the thread, the process would end."""
+    assert has_team()
+    wrong = TreeSizes(window_size=0, trie_nodes=24)
+    known = SamplingParams(), wrong, 1, None, None, 200, frozenset(), [], 2
+    states = [NATIVE.SequenceState([3, -5], *known) for _ in range(16)]
+    with pytest.raises(ValueError, match="a token is negative"):
+        NATIVE.draft_step(states, NATIVE.Budgets(wrong, 1, None), 0, [list(range(16))], 30, 0, 0, None, 4)
