@@ -19,7 +19,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from lpr.config import first_line
 from lpr.model.adapter import Adapter
 from lpr.model.kv_cache import KVCache
-from lpr.model.rewrite.base import Setting, carry_out
+from lpr.model.rewrite.base import Setting, carry_out, undo
 from lpr.model.rewrite.compiled_model import CompiledModel
 from lpr.model.step_inputs import StepInputs
 
@@ -69,7 +69,7 @@ class CompiledForward:
         if self.reason is not None:
             return False
         self.reason = first_line(failure)
-        self._rewrite.undo(self._adapter.model)
+        undo(self._rewrite, self._adapter.model)
         logger.warning("steps are not compiled: %s", self.reason)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ class PrepackedLinear(nn.Linear):
 
     pack: LaidOut
     place: int
+    tied: weakref.ref[nn.Parameter]  # the weight as a parameter, alive only if an embedding shares it
+    tied: weakref.ref[nn.Parameter]  # the weight as a parameter, alive only if an embedding shares it
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -78,5 +81,17 @@ class PrepackedProducts(Rewrite):
         bias = joined([each.bias.data for each in found]) if found[0].bias is not None else None
         pack = Prepacked(joined([each.weight.data for each in found]), bias, [each.out_features for each in found])
         for member in found:
+            member.tied = weakref.ref(member.weight)
             del member.weight  # an embedding keeps a tied weight
         share(pack, found, PrepackedLinear)
+
+    def undo(self, module: nn.Module) -> None:
+        members: list[Any] = [each for each in module.children() if isinstance(each, PrepackedLinear)]
+        for member in members:
+            weight, bias = member.tied(), member._parameters.pop("bias")
+            if weight is None:
+                weight = nn.Parameter(member.weight.clone(), requires_grad=False)
+            del member.pack, member.place, member.tied
+            member.__class__ = nn.Linear
+            member.register_parameter("weight", weight)
+            member.register_parameter("bias", bias)

@@ -196,6 +196,10 @@ class PinnedProducts(Rewrite):
         owner, name = _multiplier(module)
         setattr(owner, name, partial(in_pieces, getattr(owner, name), limit=found))
 
+    def undo(self, module: nn.Module) -> None:
+        owner, name = _multiplier(module)
+        vars(owner).pop(name, None)
+
 
 def _multiplier(module: nn.Module) -> tuple[Any, str]:
     return (module.pack, "multiply") if isinstance(module, PrepackedLinear) else (module, "forward")

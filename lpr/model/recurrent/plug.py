@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -136,7 +137,7 @@ def is_pluggable(model: nn.Module) -> bool:
 
 
 class RecurrentCalls(Rewrite):
-    """Modelling files call the forms for trees; all models of a file share its names."""
+    """Modelling files call the forms for trees. All models of a file share its names; the last undo restores them."""
 
     name, stage = "recurrent calls over trees", Stage.TREE
 
@@ -144,10 +145,22 @@ class RecurrentCalls(Rewrite):
         if places := _places(model):
             yield "", places
 
+    def is_done(self, model: nn.Module) -> bool:
+        """As Rewrite.is_done; a copy of a model uses the names too."""
+        return all(model in getattr(getattr(*place), "users", ()) for place in _places(model))
+
     def apply(self, module: nn.Module, found: list[tuple[Any, str]]) -> None:
         for file, name in found:
-            if not hasattr(stock := getattr(file, name), "stock"):
+            if not hasattr(stock := getattr(file, name), "users"):
                 setattr(file, name, _replaced(stock, name))
+            getattr(file, name).users.add(module)
+
+    def undo(self, module: nn.Module) -> None:
+        for file, name in _places(module):
+            replaced = getattr(file, name)
+            replaced.users.discard(module)
+            if not replaced.users:
+                setattr(file, name, replaced.stock)
 
 
 def _replaced(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -166,5 +179,5 @@ def _replaced(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
             return stock(*args, **kwargs)
         return CALLS[name](step.cache.states, *args, **kwargs)
 
-    evaluate.stock = stock  # type: ignore[attr-defined]
+    evaluate.stock, evaluate.users = stock, WeakSet()  # type: ignore[attr-defined]
     return evaluate

@@ -1,4 +1,4 @@
-"""The interface of a rewrite, a change to a transformers model: match and apply.
+"""The interface of a rewrite, a change to a transformers model: match, apply, undo.
 
 `carry_out` applies a rewrite to all matching modules and records their names on the model, so that a copy of the model
 has the record too. The list of all rewrites and the table of their conflicts are in lpr.model.rewrite.table.
@@ -20,7 +20,7 @@ from torch import nn
 
 
 class Stage(IntEnum):
-    LOAD = 0  # while the model is loaded
+    LOAD = 0  # while the model is loaded; cannot be undone
     TREE = 1  # for every model that an Adapter takes: in a step they evaluate trees; no effect outside a step
     FASTER = 2  # for a model without other users: the same results in fewer or faster calls
     EXACT = 3  # when exact mode is prepared
@@ -75,6 +75,10 @@ class Rewrite(ABC):
     @abstractmethod
     def apply(self, module: Any, found: Any) -> None:
         """Change a module that matches."""
+
+    def undo(self, module: Any) -> None:
+        """Restore a module; raises TypeError for a change that cannot be undone."""
+        raise TypeError(f"{self.name} is final: load the model anew")
 
     def finish(self, model: nn.Module) -> None:  # noqa: B027
         """Called once after all modules are changed."""
@@ -131,11 +135,8 @@ class NewForward(EachModule):
     def apply(self, module: nn.Module, found: Any) -> None:
         module.forward = found
 
-    def undo(self, model: nn.Module) -> None:
-        """Restore the forwards of all modules that it has changed."""
-        modules = dict(model.named_modules())
-        for name in done_to(model).pop(self.name):
-            modules[name].__dict__.pop("forward", None)
+    def undo(self, module: nn.Module) -> None:
+        vars(module).pop("forward", None)
 
 
 class WrappedForward(EachModule):
@@ -145,6 +146,12 @@ class WrappedForward(EachModule):
 
     def apply(self, module: nn.Module, found: Callable[..., Any]) -> None:
         module.forward = partial(found, module, module.forward)
+
+    def undo(self, module: Any) -> None:
+        stock = module.forward.args[1]
+        del module.forward
+        if getattr(stock, "__func__", None) is not type(module).forward:
+            module.forward = stock
 
 
 def done_to(model: nn.Module) -> dict[str, list[str]]:
@@ -163,3 +170,11 @@ def carry_out(rewrite: Rewrite, model: nn.Module, setting: Setting) -> list[str]
             done_to(model)[rewrite.name] = names
             rewrite.finish(model)
     return done_to(model).get(rewrite.name, [])
+
+
+def undo(rewrite: Rewrite, model: nn.Module) -> None:
+    """Undo `rewrite` on all modules that it has changed."""
+    modules = dict(model.named_modules())
+    for name in dict.fromkeys(done_to(model).get(rewrite.name, ())):
+        rewrite.undo(modules[name])
+    done_to(model).pop(rewrite.name, None)

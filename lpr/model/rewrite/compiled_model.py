@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lpr.model.families import is_recurrent
-from lpr.model.rewrite.base import Rewrite, Setting, Stage, done_to
+from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.sharded_layers import still_split
 
 
@@ -43,10 +43,8 @@ class CompiledModel(Rewrite):
         options = {"combo_kernels": True} if self._backend == "inductor" else None  # independent ones in one launch
         module.compile(dynamic=True, fullgraph=True, backend=self._backend, options=options)
 
-    def undo(self, model: Any) -> None:
-        """Call the uncompiled forward again."""
-        model._compiled_call_impl = None  # what Module.compile has set
-        done_to(model).pop(self.name, None)
+    def undo(self, module: Any) -> None:
+        module._compiled_call_impl = None  # what Module.compile has set
 
     def is_done(self, model: nn.Module) -> bool:
         """False: every engine of a model compiles its own forward."""

@@ -98,6 +98,13 @@ class MergedLinear(Rewrite):
     def apply(self, module: nn.Module, found: list[Any]) -> None:
         share(Pack(found), found, PackedLinear)
 
+    def undo(self, module: nn.Module) -> None:
+        """As Rewrite.undo; the weights stay contiguous."""
+        members: list[Any] = [each for each in module.children() if isinstance(each, PackedLinear)]
+        for member in members:
+            del member.pack, member.place
+            member.__class__ = nn.Linear
+
 
 def lie_together(parts: Sequence[torch.Tensor]) -> bool:
     """True if the parts are contiguous in memory, in order."""

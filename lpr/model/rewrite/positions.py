@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from lpr.model.rewrite.base import EachModule, Rewrite, Setting, Stage, WrappedForward
 from lpr.model.step_inputs import current_step
@@ -43,6 +44,9 @@ def _relative_logits(
 class _OutsideSteps:
     """True outside a step: in a step it disables the model's own code, which a rewrite replaces."""
 
+    def __init__(self, stock: Any) -> None:
+        self.stock = stock
+
     def __bool__(self) -> bool:
         return current_step() is None
 
@@ -60,8 +64,14 @@ class QueryTemperature(EachModule):
         return True if tunes else None
 
     def apply(self, module: Any, found: bool) -> None:
-        module.attn_temperature_tuning = _OutsideSteps()
+        module.attn_temperature_tuning = _OutsideSteps(module.attn_temperature_tuning)
         module.q_proj.register_forward_hook(partial(_scaled, module.floor_scale, module.attn_scale))
+
+    def undo(self, module: Any) -> None:
+        module.attn_temperature_tuning = module.attn_temperature_tuning.stock
+        hooks = module.q_proj._forward_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _scaled]:
+            del hooks[key]
 
 
 def _scaled(floor_scale: float, attn_scale: float, module: Any, args: Any, query: torch.Tensor) -> torch.Tensor | None:
@@ -87,4 +97,7 @@ class FalconLayers(Rewrite):
                 yield name, own
 
     def apply(self, module: Any, found: Any) -> None:
-        module.config = found
+        module.stock_config, module.config = module.config, found
+
+    def undo(self, module: nn.Module) -> None:
+        module.config = vars(module).pop("stock_config")

@@ -26,7 +26,7 @@ from lpr.model.low_bit.layers import CodedProducts
 from lpr.model.multimodal import DroppedTowers, empty_decoder, takes_positions
 from lpr.model.recurrent.layer_embeddings import LayerEmbeddings
 from lpr.model.recurrent.plug import RecurrentCalls
-from lpr.model.rewrite.base import NewForward, Rewrite, Setting, Stage, carry_out, done_to
+from lpr.model.rewrite.base import NewForward, Rewrite, Setting, Stage, carry_out, done_to, undo
 from lpr.model.rewrite.compiled_model import CompiledModel
 from lpr.model.rewrite.merged_linear import MergedLinear
 from lpr.model.rewrite.positions import FalconLayers, QueryTemperature, RelativeDistances
@@ -128,7 +128,7 @@ def undo_forwards(model: nn.Module) -> bool:
     """Restore all modules' own forwards; False if none was replaced. Weights stay merged."""
     found = [each for each in REWRITES if isinstance(each, NewForward) and each.name in done_to(model)]
     for each in found:
-        each.undo(model)
+        undo(each, model)
     return bool(found)
 
 

@@ -1,4 +1,4 @@
-"""The list of rewrites: what is done to a model, in which order, and what conflicts."""
+"""The list of rewrites: what is done to a model and in which order, what conflicts, and the way back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 import dev.family_table
@@ -18,8 +19,10 @@ from dev.families import tiny_model as tiny_family
 from lpr import Engine, SamplingParams
 from lpr.cli.plan import main
 from lpr.model.fused.decoder_layer import DecoderLayers
-from lpr.model.rewrite.base import Setting, Stage, carry_out, done_to
+from lpr.model.recurrent import plug
+from lpr.model.rewrite.base import Setting, Stage, carry_out, done_to, undo
 from lpr.model.rewrite.compiled_model import CompiledModel
+from lpr.model.rewrite.merged_linear import MergedLinear
 from lpr.model.rewrite.table import CONFLICTS, REWRITES, Line, dry_run, rewrite, undo_forwards, why_not
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
@@ -31,14 +34,71 @@ FAMILIES = {each.name: each for each in dev.family_table.FAMILIES}
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize("family, sizes", [("llama", {}), ("gemma2", {"head_dim": 16})])
-def test_forwards_are_given_back(family: str, sizes: dict[str, Any]) -> None:
+def snapshot(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Classes, own attributes by name, hooks, and weights bit for bit."""
+    return {
+        name: (
+            type(module),
+            sorted(set(vars(module)) - {"_lpr_rewrites"}),
+            getattr(vars(module).get("config"), "__class__", None),
+            len(module._forward_hooks) + len(module._forward_pre_hooks),
+            [
+                (key, id(each) if id(each) in TIED else None, each.detach().clone())
+                for key, each in module._parameters.items()
+                if each is not None
+            ],
+        )
+        for name, module in model.named_modules()
+    }
+
+
+TIED: set[int] = set()
+
+
+def same(one: dict[str, tuple[Any, ...]], other: dict[str, tuple[Any, ...]]) -> bool:
+    def plain(found: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+        return {name: (*each[:4], [(key, tied) for key, tied, _ in each[4]]) for name, each in found.items()}
+
+    tensors = [[tensor for each in found.values() for _, _, tensor in each[4]] for found in (one, other)]
+    return plain(one) == plain(other) and all(map(torch.equal, *tensors))
+
+
+UNDONE: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "llama": ({"tie_word_embeddings": True}, {"prepacked products", "decoder layers", "RMS norms"}),
+    "qwen2": ({}, {"prepacked products", "decoder layers", "RMS norms"}),
+    "gemma2": ({"head_dim": 16}, {"prepacked products", "gated MLPs", "RMS norms"}),
+    "gpt2": ({}, {"prepacked products"}),
+}
+
+
+@pytest.mark.parametrize("family", UNDONE)
+def test_undo_gives_the_model_back_bit_for_bit(family: str) -> None:
+    """All of the list in exact mode, in the reverse order; what is tied stays tied."""
+    sizes, expected = UNDONE[family]
     model = tiny_model(family, **sizes)
-    own = {name: vars(each).get("forward") for name, each in model.named_modules()}
-    done = make_faster(model)
-    assert undo_forwards(model) and not undo_forwards(model)
-    assert own == {name: vars(each).get("forward") for name, each in model.named_modules()}
-    assert set(done_to(model)) == {"prepacked products"} < set(done)
+    TIED.update({id(model.get_input_embeddings().weight)})
+    ids = torch.tensor([[3, 5, 7, 9]])
+    before, logits = snapshot(model), model(ids).logits
+    setting = Setting(CPU, exact=True)
+    done = {line.name for line in rewrite(model, setting, Stage.TREE, Stage.FASTER, Stage.EXACT) if line.reason is None}
+    assert done == expected | {"products at fixed heights"} and set(done_to(model)) == done
+    assert not same(snapshot(model), before)
+    for each in reversed(REWRITES):
+        if each.name in done:
+            undo(each, model)
+    assert same(snapshot(model), before) and not done_to(model)
+    assert torch.equal(model(ids).logits, logits)
+    TIED.clear()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_merged_projections_are_taken_apart(family: str) -> None:
+    model = tiny_model(family)
+    before = snapshot(model)
+    assert len(carry_out(MergedLinear(lambda device: True), model, Setting(CPU))) == 4
+    assert not same(snapshot(model), before)
+    undo(BY_TYPE[MergedLinear], model)
+    assert same(snapshot(model), before)
 
 
 @pytest.mark.parametrize(
@@ -51,16 +111,38 @@ def test_forwards_are_given_back(family: str, sizes: dict[str, Any]) -> None:
         ("minimax_m3_vl_text", "selection by position"),
     ],
 )
-def test_what_lets_a_family_evaluate_trees_is_done_once(name: str, rewritten: str) -> None:
+def test_what_lets_a_family_evaluate_trees_is_undone(name: str, rewritten: str) -> None:
     if FAMILIES[name].is_old:
         pytest.skip(f"this transformers does not run {name} in trees")
     model = tiny_family(FAMILIES[name])
+    before = snapshot(model)
     lines = rewrite(model, Setting(CPU), Stage.TREE)
     done = [line.name for line in lines if line.reason is None]
     assert rewritten in done and set(done) <= {rewritten, "recurrent calls over trees"}
-    forwards = [vars(each).get("forward") for each in model.modules()]
-    assert rewrite(model, Setting(CPU), Stage.TREE) == lines
-    assert forwards == [vars(each).get("forward") for each in model.modules()]
+    assert not same(snapshot(model), before)
+    again = rewrite(model, Setting(CPU), Stage.TREE)
+    assert again == lines, "once"
+    for each in REWRITES:
+        if each.name in done:
+            undo(each, model)
+    assert same(snapshot(model), before)
+
+
+def test_names_of_a_file_are_given_back_by_its_last_model() -> None:
+    """A copy of a model counts, though its record says that it is done."""
+    first = tiny_family(FAMILIES["mamba2"])
+    (place, *_) = plug._places(first)
+    stock = getattr(getattr(*place), "stock", getattr(*place))
+    calls = BY_TYPE[plug.RecurrentCalls]
+    for each in list(getattr(getattr(*place), "users", ())):
+        undo(calls, each)
+    carry_out(calls, first, Setting(CPU))
+    second = copy.deepcopy(first)
+    carry_out(calls, second, Setting(CPU))
+    undo(calls, first)
+    assert getattr(*place) is not stock
+    undo(calls, second)
+    assert getattr(*place) is stock
 
 
 def test_a_copy_of_a_model_knows_what_is_done() -> None:
@@ -167,6 +249,13 @@ def test_the_compiler_takes_what_the_check_refuses(monkeypatch: pytest.MonkeyPat
     assert why_not(BY_TYPE[CompiledModel], model, GPU_OURS) == "whole layers are computed by few calls"
     assert undo_forwards(model)
     assert why_not(BY_TYPE[CompiledModel], model, GPU_OURS) is None
+
+
+def test_loading_is_final() -> None:
+    for each in REWRITES:
+        if each.stage is Stage.LOAD:
+            with pytest.raises(TypeError, match="is final: load the model anew"):
+                each.undo(nn.Linear(1, 1))
 
 
 # What the command prints is what an engine does.
