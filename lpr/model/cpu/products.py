@@ -47,7 +47,6 @@ class PrepackedLinear(nn.Linear):
     pack: LaidOut
     place: int
     tied: weakref.ref[nn.Parameter]  # the weight as a parameter, alive only if an embedding shares it
-    tied: weakref.ref[nn.Parameter]  # the weight as a parameter, alive only if an embedding shares it
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
