@@ -53,6 +53,7 @@ def test_a_context_of_32k_tokens(dtype: torch.dtype, rules: dict[str, Any]) -> N
 
 
 @needs_triton
+@pytest.mark.timeout(900)
 def test_the_kernels_compile_for_gpus_without_one(tmp_path: Path) -> None:
     """The interpreter takes programs that the compiler refuses. A consumer GPU gives a block 101376 bytes at most."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}

@@ -55,6 +55,7 @@ def test_llama_vim_in_a_real_vim():
         assert "return x + 1" in found, found
 
 
+@pytest.mark.timeout(900)
 def test_schemathesis_finds_no_5xx(tmp_path):
     if not clients.has("schemathesis"):
         pytest.skip("schemathesis is not installed")

@@ -111,6 +111,7 @@ def kill(service: SimpleNamespace, victim: int, expected: list[list[int]]) -> tu
     return max(pauses), events
 
 
+@pytest.mark.timeout(900)
 def test_killed_ranks_cost_no_token_and_are_replaced(expected: list[list[int]]) -> None:
     """First the rank that drafts, then the one that served: the draft rank, which is left then, cannot serve.
 

@@ -47,6 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, target: Path, *more: str) -> int:
     return gpu_check.main()
 
 
+@pytest.mark.timeout(900)
 def test_every_section_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "gpu_check.json"
     assert run(monkeypatch, target) == 0

@@ -94,6 +94,7 @@ def test_recurrent_layers_of_two_replicas(tmp_path: Path) -> None:
     check_recurrent({name: CASES[name] for name in ("qwen3_5_text", "two groups")}, tmp_path, num_ranks=4)
 
 
+@pytest.mark.timeout(900)
 def test_one_replica_of_two_ranks_and_the_command(
     models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_exact_mode_of_two_processes_gives_the_bits_of_one(folders: dict[str, Pa
         assert min(map(len, chosen)) > 5 and len(chosen[0] | chosen[1]) == 3 * 16, "both evaluate a part of the text"
 
 
+@pytest.mark.timeout(900)
 def test_two_replicas_of_two_ranks_and_every_kind_of_layer(
     models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
 ) -> None:

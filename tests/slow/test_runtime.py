@@ -54,6 +54,7 @@ def test_two_agents_on_loopback(prompts: Path, tmp_path: Path) -> None:
     assert [row["token_ids"] for row in rows(target)] == [row["token_ids"] for row in alone(prompts, "0")]
 
 
+@pytest.mark.timeout(900)
 def test_a_restarted_job_resumes(many: Path, tmp_path: Path) -> None:
     undisturbed, target = tmp_path / "undisturbed.jsonl", tmp_path / "out.jsonl"
     done = run([*FORKED, "2", "lpr.generate", "--prompts", str(many), "--output", str(undisturbed), *LONG])

@@ -12,6 +12,7 @@ import pytest
 from tests.fakes.supervised_job import PATIENCE, await_fact, check_outputs, children, place_of, supervised
 
 
+@pytest.mark.timeout(900)
 def test_a_killed_driver_and_a_stopped_rank_change_nothing(tmp_path: Path) -> None:
     """Three ranks. SIGKILL to the driver in the middle, SIGSTOP to another; replacements join, outputs are equal."""
     (tmp_path / "hold").touch()
