@@ -28,15 +28,17 @@ from lpr.dist.runtime import World, join, leave
 from lpr.engine.exchange import DesyncError
 from lpr.model import parallel
 from lpr.model.attention import native as native_attention
+from lpr.model.cpu.products import PrepackedLinear, PrepackedProducts
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import Capturer, Program
 from lpr.model.loader import load
-from lpr.model.low_bit.layers import PackedReducedLinear
 from lpr.model.low_bit.products import LowBitLinear
 from lpr.model.parallel import TensorParallel, local_shapes
 from lpr.model.recurrent import split_heads
+from lpr.model.rewrite.base import done_to, undo
 from lpr.model.rewrite.compiled_model import refusal
 from lpr.model.rewrite.sharded_layers import local
+from lpr.model.rewrite.table import FUSED
 from tests.fakes.altered_gather import change_sent
 from tests.fakes.compared import PLAIN, SHAPES, Group, Worlds
 from tests.fakes.forked_ranks import fork_ranks
@@ -61,6 +63,12 @@ class CountCollectives(TorchDispatchMode):
             if "gather" in func.name():
                 self.num_bytes += sum(each.nbytes for each in tree_leaves(args) if isinstance(each, torch.Tensor))
         return func(*args, **(kwargs or {}))
+
+
+def held_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of this rank's weights, those in panels too."""
+    packed = {name: each for name, each in model.named_modules() if isinstance(each, PrepackedLinear)}
+    return local_shapes(model) | {f"{name}.weight": tuple(each.weight.shape) for name, each in packed.items()}
 
 
 def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
@@ -92,12 +100,13 @@ def run_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         "num_steps": sum(each.stats.num_steps for each in done),
         "logits": logits[0].tolist(),
         "mesh": [comm.size, comm.tp_size],
-        "shapes": local_shapes(engine.model.model),
+        "shapes": held_shapes(engine.model.model),
         "kv_heads": engine.replica.like.layer_tensors[0][0].shape[1],
         "collectives": counted.num_calls,
         "first_token": part.first if part is not None else None,
         "same_as_gathered": whole == expected,
         "not_compiled": refusal(engine.model.model),
+        "rewrites": {name: len(names) for name, names in done_to(engine.model.model).items()},
         "gathered_bytes": [counted_whole.num_bytes, counted_in_parts.num_bytes],
     }
 
@@ -110,7 +119,7 @@ def exact_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
     worlds = Worlds(None, case["dtype"], exact=True, engine=engine)
     found = Group(worlds, PROMPTS, params).run(["both, batch of 4, fills of 32", "window"])
-    return {"found": found, "mesh": [comm.size, comm.tp_size], "shapes": local_shapes(engine.model.model)}
+    return {"found": found, "mesh": [comm.size, comm.tp_size], "shapes": held_shapes(engine.model.model)}
 
 
 def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
@@ -156,7 +165,7 @@ def drafting_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     cache = engine.model.cache
     assert cache is not None
     found = {
-        "weight_bytes": sum(local(each).nbytes for each in engine.model.model.parameters()),
+        "weight_bytes": sum(local(each).nbytes for each in engine.model.model.state_dict().values()),
         "token_ids": [each.token_ids for each in done],
         "state_bytes": engine.replica.like.states.bytes_per_place,
     }
@@ -175,7 +184,7 @@ def drafting_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         "token_bytes": token_bytes,
         "steps": sum(each.stats.num_steps for each in done),
         "mesh": [comm.size, comm.tp_size],
-        "shapes": local_shapes(engine.model.model),
+        "shapes": held_shapes(engine.model.model),
     }
 
 
@@ -219,8 +228,8 @@ def copy_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
         drafter.passes = Passes(fixed=4)
     if drafter is not None and case["fault"] == "sum":
         for module in engine.model.model.modules():
-            if isinstance(module, PackedReducedLinear):
-                module.__class__ = LowBitLinear
+            if isinstance(module, LowBitLinear):
+                module.pack.group = None
     done = engine.generate(PROMPTS * 2, PARAMS)
     copies = [each.stats.sources["copy"] for each in done if "copy" in each.stats.sources]
     names = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"
@@ -245,6 +254,8 @@ def compiled_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     """Ids of captured steps whose projections are packed and which go through the compiler."""
     engine = Engine.from_pretrained(case["model"], DECODE, comm=comm)
     model, dynamo = engine.model, torch._dynamo.utils
+    for each in (PrepackedProducts(), *FUSED):  # what a CPU has in their place
+        undo(each, model.model)
     groups = merge_projections(model.model)
     torch._dynamo.reset()
     dynamo.counters.clear()

@@ -179,6 +179,9 @@ def check_two_replicas(
     named = "DesyncError: the replicated state of rank 3 differs from that of the other 1 of 2 ranks"
     assert [error.startswith(named) for error in spoiled] == [False, False, True, True], done.stderr
     assert [error.startswith("CommError") for error in spoiled[:2]] == [True, True]
+    for report in reports:
+        rewrites = report["llama/lie"]["rewrites"]
+        assert rewrites["decoder layers"] == models["llama"].config.num_hidden_layers, rewrites
     shapes = [report["llama/lie"]["shapes"] for report in reports]
     assert shapes[0] == shapes[2] and shapes[1] == shapes[3], "rank 2 is tp rank 0 of replica 1"
     layer = "model.layers.1."

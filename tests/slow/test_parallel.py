@@ -251,9 +251,8 @@ def test_a_replica_of_two_ranks_only_drafts(
         assert errors == [None] * 4, (name, errors, done.stderr)
         for rank, found in enumerate(report[name] for report in reports):
             assert found["token_ids"] == expected, (name, rank)
-            fault = name.endswith("/sum")
-            kinds = ["LowBitLinear", "LowBitLinear" if fault else "PackedReducedLinear", "LowBitHead"]
-            assert found["kinds"] == (["Linear", "ReducedLinear", "VocabularyHead"] if rank < 2 else kinds), name
+            linear, head = ("PrepackedLinear", "PrepackedHead") if rank < 2 else ("LowBitLinear", "LowBitHead")
+            assert found["kinds"] == [linear, linear, head], name
         accepted[name] = reports[0][name]["accepted"]
         assert accepted[name] == reports[3][name]["accepted"]
     whole, _, _, torn = accepted.values()

@@ -1,7 +1,8 @@
 """Decoder layers of Llama's structure with fused parts; on a CPU all layers in one call, if all their parts are known.
 
 On a GPU a layer takes 13 launches instead of 42. On a CPU a step reads all weights, which evicts the interpreter's data
-from the caches: 30 calls per layer instead of one take a sixth of a one-token step.
+from the caches: 30 calls per layer instead of one take a sixth of a one-token step. Layers that tensor-parallel ranks
+share have collectives between their parts, so each part is a call.
 
 Layers are recognised by lpr.model.fused.probe, independent of their class: Llama, SmolLM, Mistral, Qwen 2 and 3,
 Granite, Gemma and others, and Mixtral and Qwen 3 MoE with their own experts.
@@ -109,7 +110,7 @@ class DecoderLayer:
         mixed, _ = attend(
             attention, queries, keys, values, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs
         )
-        residual = self._scaled(self.out.multiply(mixed.flatten(2)))
+        residual = self._scaled(self.out.whole(mixed.flatten(2)))
         normed = self.norms[1].of(residual, added=hidden_states)
         added = self.mlp.of(normed) if isinstance(self.mlp, GatedMlp) else self.mlp(normed)
         return residual.add_(self._scaled(added))
@@ -225,7 +226,8 @@ def _whole(layer: DecoderLayer) -> Any:
         return None
     dim, addresses = attention.head_dim, list[Address]()
     for pack in (layer.qkv, layer.out, mlp.gate_up, mlp.down):
-        if (address := getattr(getattr(pack, "packed", None), "address", None)) is not None:
+        address = getattr(getattr(pack, "packed", None), "address", None)
+        if address is not None and pack.group is None:  # the call has no collectives
             addresses.append(address(pack.bias))
     if len(addresses) < 4 or keys != values or queries % dim or keys % dim:
         return None

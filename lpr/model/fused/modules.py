@@ -65,7 +65,7 @@ class GatedMlp:
         return self.of(states) if in_step() else self.plain(states)
 
     def of(self, states: Tensor) -> Tensor:
-        return self.down.multiply(gate(self.gate_up.multiply(states), self.activation))
+        return self.down.whole(gate(self.gate_up.multiply(states), self.activation))
 
 
 def mlp_of(module: Any, device: str | None = None) -> GatedMlp | None:

@@ -15,16 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from lpr.model.cpu.products import PrepackedLinear
+from lpr.model.cpu.products import PrepackedHead, PrepackedLinear
 from lpr.model.low_bit.coded import BITS
 from lpr.model.low_bit.layers import CodedExperts, PackedCodedLinear, coded_modules
 from lpr.model.low_bit.products import FORMS, Form, LowBitPack, round_linear
 from lpr.model.rewrite.base import Setting, carry_out
-from lpr.model.rewrite.merged_linear import Pack, PackedLinear, inputs_of, is_plain
-from lpr.model.rewrite.sharded_layers import ReducedLinear, VocabularyHead
+from lpr.model.rewrite.merged_linear import LINEAR, Pack, PackedLinear, inputs_of, is_plain
 from lpr.model.rewrite.table import FUSED, undo_forwards
 
-_KINDS = (nn.Linear, PackedLinear, PrepackedLinear, PackedCodedLinear, ReducedLinear, VocabularyHead)
+_KINDS = (*LINEAR, PackedLinear, PrepackedLinear, PrepackedHead, PackedCodedLinear)
 
 
 class LowBitCopy(nn.Module):
@@ -78,7 +77,7 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
             if _can_round(members):
                 fine = form == "int4" and members[0] is head
                 num_bytes += round_linear(members, "int8" if fine else form).num_bytes
-    if fuse and not any(isinstance(each, ReducedLinear) for each in model.modules()):
+    if fuse:
         setting = Setting(model.device)
         for each in FUSED:
             if each.why_not(twin, setting) is None:

@@ -26,7 +26,7 @@ from lpr.model.low_bit.coded import BITS, VALUES, Coding, as_bytes
 from lpr.model.low_bit.formats import Coded
 from lpr.model.rewrite.base import Rewrite, Setting, Stage
 from lpr.model.rewrite.merged_linear import inputs_of, joined, share
-from lpr.model.rewrite.sharded_layers import ReducedLinear
+from lpr.model.rewrite.sharded_layers import ReducedLinear, summed
 
 EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters [experts, outputs, inputs] of modules of experts, as transformers names them."""
@@ -63,12 +63,7 @@ class ReducedCodedLinear(CodedLinear):
     group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        return _summed(self._product(input, None), self.group, self.bias)
-
-
-def _summed(product: Tensor, group: dist.ProcessGroup, bias: Tensor | None) -> Tensor:
-    dist.all_reduce(product, group=group)
-    return product if bias is None else product + bias
+        return summed(self._product(input, None), self.group, self.bias)
 
 
 def has_kernel(coding: Coding, device: torch.device) -> bool:
@@ -145,23 +140,16 @@ class CodedPack(LaidOut):
 
     def __init__(
         self, coding: Coding, rows: Tensor, bias: Tensor | None, sizes: Sequence[int], dtype: torch.dtype,
-        order: Tensor | None = None,
+        order: Tensor | None = None, group: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         """Lay out `rows` [sum of sizes, row_bytes]; the members have `sizes` outputs, and products are in `dtype`."""
         tiles = CodedTiles(coding, rows)
         packed = tiles if order is None else Reordered(order, tiles)
-        super().__init__(packed, bias.float() if bias is not None else None, sizes, dtype)
+        super().__init__(packed, bias.float() if bias is not None else None, sizes, dtype, group)
 
 
 class PackedCodedLinear(PrepackedLinear):
     """A `CodedLinear` whose weight lies in a `CodedPack`."""
-
-
-class PackedReducedLinear(PackedCodedLinear):
-    group: dist.ProcessGroup
-
-    def forward(self, input: Tensor) -> Tensor:
-        return _summed(self.pack.multiply(input), self.group, self.bias)
 
 
 class CodedExperts:
@@ -294,13 +282,12 @@ class CodedProducts(Rewrite):
                 each.__class__ = ReducedLinear if isinstance(each, ReducedCodedLinear) else nn.Linear
             return
         rows = joined([each.weight.data for each in found])
-        is_part = isinstance(first, ReducedCodedLinear)
-        bias = torch.cat([each.bias.data for each in found]) if first.bias is not None and not is_part else None
-        sizes = [len(each.weight) for each in found]
-        pack = CodedPack(first.coding, rows, bias, sizes, first.dtype, first.order)
+        bias = torch.cat([each.bias.data for each in found]) if first.bias is not None else None
+        sizes, group = [len(each.weight) for each in found], getattr(first, "group", None)
+        pack = CodedPack(first.coding, rows, bias, sizes, first.dtype, first.order, group)
         for member in found:
             del member.weight, member.coding, member.dtype, member.order
-        share(pack, found, PackedReducedLinear if is_part else PackedCodedLinear)
+        share(pack, found, PackedCodedLinear)
 
 
 def _is_tiled(dtype: torch.dtype, device: torch.device) -> bool:

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpr.model.cpu.products import LaidOut, PrepackedLinear
 from lpr.model.cpu.tiles import can_tile
-from lpr.model.low_bit.layers import PackedReducedLinear
 from lpr.model.low_bit.tiles import GROUP, Int4Tiles, Int8Tiles
-from lpr.model.rewrite.merged_linear import joined, share
-from lpr.model.rewrite.sharded_layers import ReducedLinear, VocabularyHead
+from lpr.model.rewrite.merged_linear import group_of, joined, share
+from lpr.model.rewrite.sharded_layers import VocabularyHead
 
 Form = Literal["int8", "int4", "fp8"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -64,7 +64,10 @@ class Rounded:
 
 
 class LowBitPack(LaidOut):
-    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], form: Form) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], form: Form,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         """Round `weight` [sum of sizes, inputs]; `bias` [sum of sizes] stays; the members have `sizes` outputs."""
         packed: Any = Rounded(weight, form)
         if form != "fp8" and weight.device.type == "cpu" and can_tile(weight.dtype, 2):
@@ -73,7 +76,7 @@ class LowBitPack(LaidOut):
                 packed = Int8Tiles(packed.values, packed.scale)
             else:
                 packed = Int4Tiles(packed.groups(), packed.scale, packed.low, packed.num_inputs)
-        super().__init__(packed, bias, sizes, weight.dtype)
+        super().__init__(packed, bias, sizes, weight.dtype, group)
 
 
 class LowBitLinear(PrepackedLinear):
@@ -89,14 +92,13 @@ class LowBitHead(VocabularyHead, LowBitLinear):
 def round_linear(members: Sequence[nn.Linear], form: Form) -> LowBitPack:
     """Make `members`, linear layers of the same input, low-bit layers of one pack, and return it.
 
-    They lose their parameter `weight`. A `PackedLinear` or `PrepackedLinear` leaves its own pack; one that is split
-    along its input still adds its bias to the sum.
+    They lose their parameter `weight`. A `PackedLinear` or `PrepackedLinear` leaves its own pack.
     """
-    is_part = isinstance(members[0], ReducedLinear)
-    made = LowBitHead if isinstance(members[0], VocabularyHead) else PackedReducedLinear if is_part else LowBitLinear
+    made = LowBitHead if isinstance(members[0], VocabularyHead) else LowBitLinear
     weights = [each.weight.detach() for each in members]
-    biases = [each.bias.detach() for each in members if each.bias is not None and not is_part]
-    pack = LowBitPack(joined(weights), joined(biases) if biases else None, [len(each) for each in weights], form)
+    biases = [each.bias.detach() for each in members if each.bias is not None]
+    bias, sizes = joined(biases) if biases else None, [len(each) for each in weights]
+    pack = LowBitPack(joined(weights), bias, sizes, form, group_of(members[0]))
     for member in members:
         member._parameters.pop("weight", None)
     share(pack, members, made)

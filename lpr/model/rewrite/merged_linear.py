@@ -12,18 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lpr.model.rewrite.base import Rewrite, Setting, Stage
+from lpr.model.rewrite.sharded_layers import ReducedLinear, VocabularyHead, summed
 from lpr.model.step_inputs import storage_of
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections that a module applies to one input, in the order of their use."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LINEAR = (nn.Linear, ReducedLinear, VocabularyHead)
 
 ROOM = 0.2
 """Share of a GPU's memory that must be free to copy weights for merging, because copies leave holes: 2.5 GiB for 7B, 5
@@ -35,6 +38,8 @@ class Pack:
 
     sizes: list[int]  # outputs of the members
     dtype: torch.dtype
+    bias: torch.Tensor | None
+    group: dist.ProcessGroup | None = None  # of the ranks whose products are summed, if the inputs are split
     _input: torch.Tensor | None = None
     _outputs: Sequence[torch.Tensor] = ()
 
@@ -42,23 +47,34 @@ class Pack:
         """Make each member's parameters views of the pack, which is a copy unless they are contiguous already."""
         self.sizes = [len(each.weight) for each in members]  # not out_features: a shard has fewer
         self.weight = joined([each.weight.data for each in members])
-        self.dtype = self.weight.dtype
+        self.dtype, self.group = self.weight.dtype, group_of(members[0])
         has_bias = members[0].bias is not None
-        self.bias: torch.Tensor | None = joined([each.bias.data for each in members]) if has_bias else None
+        self.bias = joined([each.bias.data for each in members]) if has_bias else None
         biases = self.bias.split(self.sizes) if self.bias is not None else [None] * len(members)
         for each, weight, bias in zip(members, self.weight.split(self.sizes), biases, strict=True):
             each.weight.data = weight
             if bias is not None:
                 each.bias.data = bias
 
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """The bias that `multiply` adds: none if a sum of products gets it."""
+        return self.bias if self.group is None else None
+
     def multiply(self, given: torch.Tensor) -> torch.Tensor:
-        return F.linear(given, self.weight, self.bias)
+        """The outputs [..., sum of sizes] for `given` [..., inputs], or this rank's part of their sum."""
+        return F.linear(given, self.weight, self.own_bias)
+
+    def whole(self, given: torch.Tensor) -> torch.Tensor:
+        """The outputs, summed over ranks if the inputs are split."""
+        product = self.multiply(given)
+        return product if self.group is None else summed(product, self.group, self.bias)
 
     def part(self, place: int, given: torch.Tensor) -> torch.Tensor:
         """The output of member `place` for an input [..., inputs]: [..., its outputs]."""
         if self._input is not given:
             self._input = given
-            self._outputs = self.multiply(given).split(self.sizes, -1)
+            self._outputs = self.whole(given).split(self.sizes, -1)
         part = self._outputs[place]
         if place == len(self.sizes) - 1:  # the last call of a forward frees the products
             self._input, self._outputs = None, ()
@@ -143,11 +159,21 @@ def share(pack: Pack, members: Sequence[Any], made: type[nn.Linear]) -> None:
         member.pack, member.place = pack, place
 
 
+def group_of(layer: Any) -> dist.ProcessGroup | None:
+    """The ranks whose products are summed to the layer's output; None if its inputs are not split."""
+    if isinstance(layer, ReducedLinear):
+        return layer.group
+    pack = getattr(layer, "pack", None)
+    return pack.group if isinstance(pack, Pack) else None
+
+
 def fit(members: Sequence[Any]) -> bool:
-    """True for plain layers whose weights may be merged."""
-    if not all(type(each) is nn.Linear and is_plain(each) and each.weight.dtype in DTYPES for each in members):
+    """True for plain layers, or parts of such ones, whose weights may be merged."""
+    if not all(type(each) in LINEAR and is_plain(each) and each.weight.dtype in DTYPES for each in members):
         return False
-    kinds = {(each.in_features, each.weight.dtype, each.weight.device, each.bias is None) for each in members}
+    kinds = {
+        (type(each), each.weight.shape[1], each.weight.dtype, each.weight.device, each.bias is None) for each in members
+    }
     return len(kinds) == 1 and len({id(each.weight) for each in members}) == len(members)
 
 

@@ -24,6 +24,12 @@ from lpr.model.step_inputs import current_step
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
+def summed(product: Tensor, group: dist.ProcessGroup, bias: Tensor | None) -> Tensor:
+    """The sum of the ranks' products, plus `bias`."""
+    dist.all_reduce(product, group=group)
+    return product if bias is None else product + bias
+
+
 class ReducedLinear(nn.Linear):
     """A projection that is split along its input: the sum of the ranks' products."""
 
@@ -31,9 +37,7 @@ class ReducedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The whole output [..., outputs] for this rank's part [..., inputs / ranks]."""
-        product = self.multiply(input)
-        dist.all_reduce(product, group=self.group)
-        return product if self.bias is None else product + self.bias
+        return summed(self.multiply(input), self.group, self.bias)
 
     def multiply(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight)

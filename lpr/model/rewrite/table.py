@@ -70,8 +70,9 @@ _FUSED = (DecoderLayers, GatedMlps, RmsNorms)
 CONFLICTS = (
     Conflict((MergedLinear,), "foreign", "the program may call the model too", unless=CompiledModel),
     Conflict((CodedProducts, PrepackedProducts, *_FUSED), "foreign", "the program may call the model too"),
-    Conflict((MergedLinear,), "tp", "only compiled steps merge the parts of split layers", unless=CompiledModel),
-    Conflict((PrepackedProducts, *_FUSED), "tp", "ranks share the weights"),
+    Conflict(
+        (MergedLinear, PrepackedProducts, *_FUSED), "tp", "exact mode pins the products of the parts", only="exact"
+    ),
     Conflict((MergedLinear, *_FUSED), "exact", "exact mode replaces the modules' products", only="cuda"),
     Conflict(_FUSED, "compile=on", "a compiler that is asked for fuses what lies between products", only="cuda"),
     Conflict((CompiledModel,), "exact", "compile adds in an order that the compiler chooses: it cannot be exact"),

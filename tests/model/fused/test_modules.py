@@ -23,11 +23,17 @@ from lpr.model.exact import check
 from lpr.model.fused import decoder_layer, elementwise, modules
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.kv_cache import KVCache
+from lpr.model.loader import load
+from lpr.model.parallel import TensorParallel
+from lpr.model.rewrite import sharded_layers
+from lpr.model.rewrite.base import Setting, Stage
+from lpr.model.rewrite.table import rewrite
 from lpr.model.runner import TreeModel
 from lpr.model.self_check import self_check
 from lpr.model.step_inputs import Row
+from tests.fakes.kernel_counts import fake_replica
 from tests.fakes.models import tiny_model
-from tests.fakes.rewriting import make_faster
+from tests.fakes.rewriting import make_faster, merge_projections
 
 pytestmark = pytest.mark.skipif(
     native.rms_norm is None or not can_tile(torch.float32, 2), reason="no extension, or no AVX2"
@@ -360,3 +366,23 @@ def test_a_copy_of_a_replaced_module_computes_with_its_own_weights() -> None:
     copied, states = copy.deepcopy(norm), torch.randn(3, 8)
     copied.weight.data.fill_(2.0)
     assert torch.equal(copied(states), 2 * norm(states))
+
+
+def test_a_ranks_part_is_fused_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer has two sums over the ranks, and the results of the layers that it replaces."""
+    monkeypatch.setattr("lpr.model.fused.modules.is_available", lambda device: True)
+    tiny_model().save_pretrained(tmp_path)
+    with fake_replica(2) as mesh:
+        assert mesh is not None
+        model = load(str(tmp_path), tp=TensorParallel(mesh)).model
+        assert merge_projections(model) == 2 * model.config.num_hidden_layers
+        lines = rewrite(model, Setting(torch.device("cuda"), tp=True, compile="off"), Stage.FASTER)
+        assert {line.name: line.num_modules for line in lines}["decoder layers"] == model.config.num_hidden_layers
+        for layer in model.model.layers:
+            assert layer.forward.run is None and None not in (layer.forward.out.group, layer.forward.mlp.down.group)
+        runner, sums = TreeModel(model), []
+        monkeypatch.setattr(sharded_layers.dist, "all_reduce", lambda product, group: sums.append(product.shape))
+        self_check(runner)
+        sums.clear()
+        runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], KVCache(1, 32))
+        assert len(sums) == 1 + 2 * model.config.num_hidden_layers, "and one for the embedding"

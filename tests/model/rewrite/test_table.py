@@ -204,9 +204,13 @@ GPU_OURS = Setting(GPU, compile="auto")
 CASES: dict[str, tuple[Setting, set[str]]] = {
     "on a GPU": (GPU_OURS, {"merged projections", "decoder layers", "RMS norms"}),
     "asked to compile": (replace(GPU_OURS, compile="on"), {"merged projections", "torch.compile"}),
-    "split": (replace(GPU_OURS, tp=True), {"merged projections", "torch.compile"}),
-    "split, not compiled": (replace(GPU_OURS, tp=True, compile="off"), set()),
-    "split, not captured": (replace(GPU_OURS, tp=True, uncaptured="it is"), set()),
+    "split": (replace(GPU_OURS, tp=True), {"merged projections", "decoder layers", "RMS norms"}),
+    "split, asked to compile": (replace(GPU_OURS, tp=True, compile="on"), {"merged projections", "torch.compile"}),
+    "split, not captured": (
+        replace(GPU_OURS, tp=True, uncaptured="it is"),
+        {"merged projections", "decoder layers", "RMS norms"},
+    ),
+    "split, exact on a GPU": (replace(GPU_OURS, tp=True, exact=True), set()),
     "the program's": (replace(GPU_OURS, is_ours=False), set()),
     "the program's, asked to compile": (
         replace(GPU_OURS, is_ours=False, compile="on"),
@@ -214,8 +218,12 @@ CASES: dict[str, tuple[Setting, set[str]]] = {
     ),
     "exact on a GPU": (replace(GPU_OURS, exact=True), set()),
     "exact on a CPU": (Setting(CPU, exact=True), {"prepacked products", "decoder layers", "RMS norms"}),
-    "with a head": (replace(GPU_OURS, tp=True, has_head=True), set()),
-    "split on a CPU": (Setting(CPU, tp=True), set()),
+    "with a head": (
+        replace(GPU_OURS, tp=True, has_head=True),
+        {"merged projections", "decoder layers", "RMS norms"},
+    ),
+    "split on a CPU": (Setting(CPU, tp=True), {"prepacked products", "decoder layers", "RMS norms"}),
+    "split, exact on a CPU": (Setting(CPU, tp=True, exact=True), set()),
 }
 
 
