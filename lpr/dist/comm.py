@@ -85,6 +85,13 @@ class Comm:
         """
         return self._group.gather(payload)
 
+    def begin_gather(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin `gather`: what is launched later does not delay its result. The returned function waits for it.
+
+        Only for a world of one rank.
+        """
+        return self._group.begin_gather(payload)
+
     def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to gather `payload` (on the host) over the ranks of this replica.
 
@@ -142,6 +149,7 @@ class ProcessComm(Comm):
         self.membership = members if members.survives else None
         self._members, self._timeout = members, timeout
         self._tp_group = tp_group if tp_group is not None else Group()
+        self._group = Group()  # of this rank alone
         self._releases: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property
@@ -163,6 +171,10 @@ class ProcessComm(Comm):
             raise MeshChangedError(f"the mesh is now one of replicas {self._members.replicas}")
         assert isinstance(found, torch.Tensor)
         return found
+
+    def begin_gather(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        wait = self._group.begin_gather(payload)
+        return lambda: self._members.run(lambda _: wait())  # type: ignore[return-value]
 
     def begin_gather_replica(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
         """As Comm.begin_gather_replica, on the host, without waiting for the GPU's stream."""

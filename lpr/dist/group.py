@@ -83,7 +83,8 @@ class Group:
 
     def begin_gather(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin a gather; what is returned waits for its result. Both raise CommError."""
-        return lambda: self._download.read(payload)[None]
+        download = self._download.begin(payload)
+        return lambda: download()[None]
 
     def broadcast(self, message: bytes, length: int) -> bytes:
         """The first rank's `message` of `length` bytes, on every rank; raises CommError."""

@@ -165,6 +165,23 @@ class Exchange:
         result is its owner's, also on ranks that evaluated the node as an ancestor (rule R1). `num_logprobs` is the
         maximum over running requests; `guesses`, int32 [own trees, words], are those of this rank's head.
         """
+        payload, layout = self._pack(draft, local, num_logprobs, guesses)
+        return self._gathered(draft, layout, num_logprobs, self.comm.gather(payload))
+
+    def begin_gather(self, draft: StepDraft, local: torch.Tensor | None) -> Callable[[], Gathered]:
+        """Begin `gather` in a world of one rank; the returned function waits for the results."""
+        payload, layout = self._pack(draft, local, None, None)
+        wait = self.comm.begin_gather(payload)
+        return lambda: self._gathered(draft, layout, None, wait())
+
+    def _gathered(self, draft: StepDraft, layout: Layout, num_logprobs: int | None, payloads: torch.Tensor) -> Gathered:
+        how = layout.width, num_logprobs, self.config.num_guesses, self.comm.drafting
+        return Gathered(draft, payloads.numpy(), *how)
+
+    def _pack(
+        self, draft: StepDraft, local: torch.Tensor | None, num_logprobs: int | None, guesses: np.ndarray | None
+    ) -> tuple[torch.Tensor, Layout]:
+        """The payload of `gather`, on the device."""
         layout, num_guesses = self._layout(len(draft), num_logprobs), self.config.num_guesses
         width, num_words, first, end, table = layout.width, layout.num_words, layout.first, layout.end, layout.table
         payload = layout.payload
@@ -184,8 +201,7 @@ class Exchange:
         by_numpy = local is not None and table is not None and self.comm.size == 1 and not self.carries_trees
         if words is not None and places is None and not by_numpy:
             places = to_device(words, payload.device)
-        drafting = self.comm.drafting
-        if drafting:
+        if self.comm.drafting:
             payload[wire.TIME_WORD] = min(int((time.perf_counter() - self._began) * 1e6), 2**31 - 1)
         if local is not None and table is not None and by_numpy:  # in a fraction of torch's time
             table[words[1] if words is not None else slice(len(local)), : local.shape[1]] = local.numpy()
@@ -196,8 +212,7 @@ class Exchange:
             if guesses is not None:
                 blocks[: guesses.size] = guesses.reshape(-1)
             copy_over(payload[end:num_words], blocks)
-        gathered = self.comm.gather(payload).numpy()
-        return Gathered(draft, gathered, width, num_logprobs, num_guesses, drafting)
+        return payload, layout
 
     def _place(self, local: torch.Tensor, places: torch.Tensor | None, table: torch.Tensor) -> None:
         """Copy the results of the nodes that this rank owns into `table` [trees * capacity, width].

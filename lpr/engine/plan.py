@@ -11,9 +11,15 @@ import numpy as np
 from lpr.config import TreeSizes
 from lpr.core.step_times import StepTimes
 from lpr.engine.request import Request
+from lpr.model.sampling.processors import ProcessorPath
+from lpr.model.sampling.selection import Selection
+from lpr.model.step_inputs import Row
 
 if TYPE_CHECKING:
     from lpr.engine.draft_rank import DraftRank
+
+
+GREEDY = Selection.build([])  # the selection of a step without sampled requests and without logits processors
 
 
 class Batch:
@@ -24,6 +30,8 @@ class Batch:
         self.states = [request.state for request in requests]
         self.is_plain = all([request.is_plain for request in requests])
         self.num_logprobs = num_logprobs(requests)
+        self.chooses_on_device = self.num_logprobs is None and all([each.processors is None for each in requests])
+        """True if a token depends on logits, its request's parameters and its position only."""
         self.served = served_by(requests, num_ranks)
         self.one_by_one = [index for index, request in enumerate(requests) if request.wants_each_step]
         """Indices of the requests that take the result of each step."""
@@ -34,6 +42,24 @@ class Batch:
         if self._slots is None:
             self._slots = np.array([self.requests[index].slots[rank] for index in self.served[rank]], np.int64)
         return self._slots
+
+
+def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
+    """The sampling parameters of each result entry, from the request's parameters and the token's position."""
+    if all([request.is_plain for request in batch]):
+        return GREEDY
+    positions = [row.positions[row.num_entries - row.num_results :] + 1 for row in rows]
+    chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
+    chosen.num_logprobs = num_logprobs(batch)
+    start = 0
+    for request, row in zip(batch, rows, strict=True):
+        if request.processors is not None:
+            above = len(row.tokens) - row.num_results
+            tokens = [int(token) for token in row.tokens[above:]]
+            parents = [int(parent) - above for parent in row.parents[above:]]
+            chosen.processor_paths.append(ProcessorPath(request.processors, request.tokens, start, tokens, parents))
+        start += row.num_results
+    return chosen
 
 
 def num_logprobs(batch: Sequence[Request]) -> int | None:

@@ -28,6 +28,7 @@ from lpr.engine.hooks import StepHooks
 from lpr.engine.kv_pool import DEFAULT_LENGTH, PoolSize, follow
 from lpr.engine.options import EngineOptions
 from lpr.engine.outcomes import Outcomes
+from lpr.engine.overlap import Overlap
 from lpr.engine.pace import Pace
 from lpr.engine.plan import Batch, StepPlan
 from lpr.engine.prepare import longest_sequence, prepare
@@ -53,17 +54,14 @@ class Replica(StepHooks):
     exchange: Exchange
     decode: DecodeConfig
     sizes: TreeSizes
-    max_length: int
-    """Most tokens of a sequence, prompt included."""
-    memory: str | None = None
-    """The use of a GPU's memory, as one line."""
+    max_length: int  # most tokens of a sequence, prompt included
+    memory: str | None = None  # the use of a GPU's memory, as one line
 
     def __init__(self, loaded: Loaded, decode: DecodeConfig, options: EngineOptions, comm: Comm) -> None:
         """Prepare and check a loaded model on all ranks of `comm`; a Configure command then creates the other parts."""
         self.loaded, self.options, self.comm = loaded, options, comm
         self.hooks = StepHooks()
-        self.is_draining = False
-        """True if further requests are refused."""
+        self.is_draining = False  # True if further requests are refused
         self.closed: RuntimeError | None = None
         """The error of further calls, if the driver has ended the job or this rank has failed; else None."""
         self.is_whole = True
@@ -83,8 +81,7 @@ class Replica(StepHooks):
         self.model, self.like, given = prepare(loaded, decode, options, comm)
         self.parts = Parts(loaded, options, self.model, self.like)
         self.start_times = StartTimes(given, comm)
-        self.turns = Turns()
-        """The lock of all threads that change this replica or read its requests."""
+        self.turns = Turns()  # the lock of all threads that change this replica or read its requests
         self.requests = RequestTable(loaded.tokenizer, loaded.eos_token_ids, self.model.device, self.turns)
         self.adapters = Adapters(self.model if comm.serves else None)
         self.watch = Watch(self.model)
@@ -170,7 +167,8 @@ class Replica(StepHooks):
         self.adapters.sweep(self.requests.open.values())
         if self.watch.hints or (self.scheduler.waiting and not self.scheduler.running):
             self.follow_model()
-        while (admitted := self.scheduler.admit()) is not None:
+        admits = self.overlap.admits(self.scheduler)
+        while admits and (admitted := self.scheduler.admit()) is not None:
             request, computed = admitted
             request.state = self.new_state(request, computed)
         schedule = self.scheduler.schedule()
@@ -220,7 +218,7 @@ class Replica(StepHooks):
             self._batch = Batch(schedule.decoding, self.comm.size)
         what = self._batch, schedule.filling, self.sizes, self.sizer.times
         plan = StepPlan(*what, digest, self.drafting, num_command_bytes)
-        result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, self)
+        result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, self.overlap, self)
         num_entries: Sequence[int] = [0] * self.comm.size
         if result.outcomes:
             num_entries = result.outcomes[0].num_entries
@@ -280,9 +278,8 @@ class Replica(StepHooks):
         running = [each for each in table.open.values() if each.state is not None or each.finish_reason is not None]
         self._abandon(running, failure)
         self.scheduler.begin_anew(list(table.open.values()))
-        self._timed = None
         cache.clear_all()
-        self._batch = None
+        self._timed = self._batch = self.overlap.launched = None
         self.is_whole = True
 
     def abandon_all(self, failure: BaseException) -> None:
@@ -319,6 +316,8 @@ class Replica(StepHooks):
         self.scheduler.finish(request, keep=request.is_sound)
         self._move()
         request.state = self._batch = None
+        if not self.scheduler.running:
+            self.overlap.launched = None
 
     def _move(self) -> None:
         """Apply the scheduler's page moves to this rank's cache."""
@@ -380,6 +379,7 @@ class Replica(StepHooks):
             num_slots = limits.capacity
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
+        self.overlap = Overlap(self.model, self.comm)
         # The tp ranks of a replica run the head together, so none may pause it by its own clock.
         has_pace = times is not None and self.sizes.num_guesses and self.comm.tp_size == 1
         self.pace, self.model.rests = Pace() if has_pace else None, False

@@ -20,16 +20,13 @@ from lpr.engine.ahead import Ahead, look_ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
 from lpr.engine.outcomes import Outcomes
-from lpr.engine.plan import StepPlan, num_logprobs
+from lpr.engine.overlap import Overlap
+from lpr.engine.plan import GREEDY, StepPlan, selection
 from lpr.engine.request import Request
 from lpr.model.runner import TreeModel
-from lpr.model.sampling.processors import ProcessorPath
-from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row, Rows
 from lpr.model.threads import team_size
 from lpr.native import Concluded, Conclusion, StepDraft, draft_step
-
-GREEDY = Selection.build([])  # the selection of a step without sampled requests and without logits processors
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,9 @@ class StepResult:
     num_command_bytes: int  # length of the commands that the driver broadcasts next
 
 
-def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: Budgets, hooks: StepHooks) -> StepResult:
+def decode_step(
+    plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: Budgets, overlap: Overlap, hooks: StepHooks
+) -> StepResult:
     """Take the step of `plan`; a rank without work still takes part in the gather."""
     exchange.begin_step()
     draft = draft_trees(plan, exchange, budgets, min(plan.sizes.num_recycled, model.vocab_size))
@@ -49,11 +48,17 @@ def decode_step(plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: B
     fills = [
         fill_row(request, counts[draft.rank], draft.rank) for request, counts in plan.filling if counts[draft.rank]
     ]
-    results = forward(plan, model, draft, rows, fills)
+    results, gathering = overlap.take(plan, rows), None
+    if results is None:
+        results = forward(plan, model, draft, rows, fills)
+    if results is not None and (following := overlap.next_rows(plan, rows)) is not None:
+        gathering = exchange.begin_gather(draft, results)
+        overlap.launch(plan, following, results)
     hooks.while_busy()
     ahead = look_ahead(plan, model, draft, rows, fills, results)
     hooks.end_phase("forward")
-    gathered = exchange.gather(draft, results, plan.batch.num_logprobs, ahead.blocks)
+    how = plan.batch.num_logprobs, ahead.blocks
+    gathered = gathering() if gathering is not None else exchange.gather(draft, results, *how)
     hooks.end_phase("gather")
     # If a rank was lost, the step is dropped: up to here no state has changed.
     concluded, moves = gathered.conclude(budgets)
@@ -129,24 +134,6 @@ def count_filled(request: Request, counts: Sequence[int]) -> None:
     """Count the tokens of `fill_row` as computed, on every rank."""
     state = request.running
     state.num_computed_tokens = [held + count for held, count in zip(state.num_computed_tokens, counts, strict=True)]
-
-
-def selection(batch: Sequence[Request], rows: Sequence[Row]) -> Selection:
-    """The sampling parameters of each result entry, from the request's parameters and the token's position."""
-    if all([request.is_plain for request in batch]):
-        return GREEDY
-    positions = [row.positions[row.num_entries - row.num_results :] + 1 for row in rows]
-    chosen = Selection.build([(request.params, each) for request, each in zip(batch, positions, strict=True)])
-    chosen.num_logprobs = num_logprobs(batch)
-    start = 0
-    for request, row in zip(batch, rows, strict=True):
-        if request.processors is not None:
-            above = len(row.tokens) - row.num_results
-            tokens = [int(token) for token in row.tokens[above:]]
-            parents = [int(parent) - above for parent in row.parents[above:]]
-            chosen.processor_paths.append(ProcessorPath(request.processors, request.tokens, start, tokens, parents))
-        start += row.num_results
-    return chosen
 
 
 def commit(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -146,14 +147,30 @@ class GraphForward(EagerForward):
             if logits is not None:
                 return self.sampler.results(logits, selection.to(self.adapter.device), num_candidates)
             return super().evaluate(rows, selection, num_candidates)
-        shape = self.shape_of(rows, selection, num_candidates)
-        fewest = shape.batch if shape is not None and shape.num_kept else 1
-        if shape is not None and not num_candidates and shape.num_entries > fewest:
-            shape = replace(shape, num_candidates=self._num_candidates)  # that of trees, which is captured already
+        shape = self._captured_shape(rows, selection, num_candidates)
         found = self._replay(shape, rows, selection)
         if shape is None or found is None:
             return super().evaluate(rows, selection, num_candidates)
         return found if num_candidates == shape.num_candidates else found[:, :1]
+
+    def launch_next(self, rows: Rows, selection: Selection, results: torch.Tensor) -> torch.Tensor | None:
+        """Launch the step that follows one with these `results`: `rows` of one entry each, whose tokens they are.
+
+        Returns its results, valid until the next replay; None without a graph, as a capture would wait for the device.
+        """
+        shape = self._captured_shape(rows, selection, 0)
+        if shape is None or not shape.num_kept or self._graphs.get(shape) is None:
+            return None
+        found = self._replay(shape, rows, selection, results[:, 0])
+        return found[:, :1] if found is not None else None
+
+    def _captured_shape(self, rows: Sequence[Row], selection: Selection, num_candidates: int) -> StaticShape | None:
+        """As `shape_of`; without candidates, where only the shape of trees is captured at the start, that shape."""
+        shape = self.shape_of(rows, selection, num_candidates)
+        fewest = shape.batch if shape is not None and shape.num_kept else 1
+        if shape is not None and not num_candidates and shape.num_entries > fewest:
+            return replace(shape, num_candidates=self._num_candidates)
+        return shape
 
     def fill(self, rows: Sequence[Row]) -> None:
         """As EagerForward.fill; pieces of prompts are packed steps without results."""
@@ -161,10 +178,20 @@ class GraphForward(EagerForward):
         if self._replay(shape, rows, Selection.build([])) is None:
             super().fill(rows)
 
-    def _replay(self, shape: StaticShape | None, rows: Sequence[Row], selection: Selection) -> torch.Tensor | None:
+    def _replay(
+        self,
+        shape: StaticShape | None,
+        rows: Sequence[Row],
+        selection: Selection,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """The results of `rows`; `tokens` [n] on the device take the place of the tokens of a packed step."""
         if shape is None or self.is_wrong:
             return None
         self._place(shape, rows, selection)
+        if tokens is not None:  # one of logits that are not numbers is negative, and no index of an embedding
+            end = prod(shape.sizes["bits"]) + shape.num_entries
+            torch.clamp(tokens, min=0, out=self._words[end - len(tokens) : end])
         # Before a capture, which has collectives of its own, and on a CPU, whose collectives no host would leave.
         if self._graphs.get(shape) is None or self.adapter.device.type != "cuda":
             self.before_launch()

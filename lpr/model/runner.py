@@ -32,7 +32,7 @@ from lpr.model.sampling.choice import has_kernels
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_draft import Ending, SelfDrafter
-from lpr.model.step_inputs import Row
+from lpr.model.step_inputs import Row, Rows
 from lpr.model.torch_compile import CompiledForward
 
 
@@ -264,6 +264,10 @@ class TreeModel:
         assert self.forward is not None
         self._answer[:] = [self._shared.check_rows(rows)]
         return self.forward.evaluate(rows, selection, num_candidates)
+
+    def launch_next(self, rows: Rows, selection: Selection, results: torch.Tensor) -> torch.Tensor | None:
+        """As GraphForward.launch_next."""
+        return self.graphs.launch_next(rows, selection, results) if self.graphs is not None else None
 
     def worst_of_replica(self, found: int) -> int:
         """The maximum of `found` over the tp ranks of this replica; a collective call."""

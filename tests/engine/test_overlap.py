@@ -1,15 +1,41 @@
-"""What is done while the device works changes nothing but the moment: chunks, texts and counts."""
+"""What is done while the device works changes nothing but the moment: chunks, texts, counts, and the next launch.
+
+Steps that are launched before their plan run on the pretend GPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+import lpr.engine.overlap
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from lpr.engine.exchange import Exchange
+from lpr.engine.hooks import StepHooks
+from lpr.engine.overlap import Overlap
+from lpr.engine.request import Request
+from lpr.model.graphs import GraphForward
+from lpr.model.runner import TreeModel
+from lpr.model.watch import Watch
 from lpr.protocol import Stop, Submit
 from lpr.serve.messages import Stepped
 from lpr.serve.ranks.bridge import EngineBridge
+from tests.fakes.interruptions import interrupted_at
+from tests.fakes.models import plain_ids, tiny_model
+from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, quick_start, short_steps, to_gpu
+from tests.fakes.pretend_graphs import Graph
+
+__all__ = ["gpu", "guard", "quick_start", "short_steps"]
 
 PROMPTS = ["def add(a, b):\n    return a", "import os\n\n\ndef main"]
 
@@ -97,3 +123,385 @@ def test_what_a_request_tells_does_not_wait_for_the_device(engine: Engine) -> No
         assert emitted == request.token_ids[num_tokens:]
         num_tokens = request.num_output
     assert request.completion().stats.num_tokens == 12
+
+
+# Steps that are launched before their plan.
+
+MANY = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [7, 8, 9] * 5, [(i * i) % 97 for i in range(60)], [1, 2, 3], [5] * 17]
+PARAMS = [
+    SamplingParams(max_new_tokens=14 + 7 * i, temperature=0.8 * (i % 2), top_k=20 * (i % 3), seed=i) for i in range(6)
+]
+PLAIN = DecodeConfig.autoregressive(max_batch_size=4, max_length=128, kv_tokens=512, prefill_chunk=64)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model(spread=0.12, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def expected(model: PreTrainedModel) -> list[list[int]]:
+    return plain_ids(copy.deepcopy(model), MANY, PARAMS)
+
+
+@pytest.fixture
+def on_gpu(gpu: PretendGpu, quick_start: None, short_steps: None, model: PreTrainedModel) -> Callable[..., Engine]:
+    """Makes an engine on the pretend GPU, with graphs of all batches of plain decoding."""
+
+    def make(decode: DecodeConfig = PLAIN, of: PreTrainedModel = model, **options: Any) -> Engine:
+        options = {"swap_space": 0, **options}
+        return Engine.from_model(to_gpu(copy.deepcopy(of)), decode=decode, **options)
+
+    return make
+
+
+def ids(engine: Engine, prompts: Sequence[list[int]] = MANY, params: Any = PARAMS) -> list[list[int]]:
+    return [each.token_ids for each in engine.generate(prompts, params)]
+
+
+def warm(engine: Engine) -> Overlap:
+    """Let the engine capture what it needs; returns its overlap, with fresh counts."""
+    ids(engine)
+    overlap = engine.replica.overlap
+    overlap.num_launched = overlap.num_dropped = 0
+    return overlap
+
+
+def test_most_steps_are_launched_before_their_plan(
+    gpu: PretendGpu, on_gpu: Callable[..., Engine], expected: list[list[int]]
+) -> None:
+    """Ends in the middle of a batch, a queue, page borders; greedy and sampled. One wait a step, as without."""
+    engine = on_gpu()
+    overlap = warm(engine)
+    gpu.events.clear()
+    assert ids(engine) == expected
+    num_steps = gpu.count("read")
+    assert overlap.num_launched > 0.8 * num_steps > 40 and overlap.num_dropped == 0
+    assert gpu.count("wait") == gpu.count("pageable") == gpu.count("unpinned") == 0, gpu.events
+    assert overlap.launched is None, "nothing is kept of an idle engine"
+    overlap.is_on, overlap.num_launched = False, 0
+    assert ids(engine) == expected and overlap.num_launched == 0
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_the_next_step_is_launched_before_the_last_one_is_read(
+    on_gpu: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Whenever the host waits, two steps are launched that it has not read; without overlap it is one."""
+    engine, unread, found = on_gpu(), 0, []
+    warm(engine)
+    replay, note = Graph.replay, PretendGpu.note
+
+    def replayed(graph: Graph) -> None:
+        nonlocal unread
+        unread += 1
+        replay(graph)
+
+    def noted(gpu: PretendGpu, kind: str, what: str) -> None:
+        nonlocal unread
+        if kind == "read":
+            found.append(unread)
+            unread -= 1
+        note(gpu, kind, what)
+
+    monkeypatch.setattr(Graph, "replay", replayed)
+    monkeypatch.setattr(PretendGpu, "note", noted)
+    for engine.replica.overlap.is_on in (True, False):
+        requests = [engine.submit(prompt, SamplingParams(max_new_tokens=60)) for prompt in MANY[:count]]
+        for _ in range(25):
+            engine.step()
+        assert found[-20:] == [1 + engine.replica.overlap.is_on] * 20
+        engine.abort(*requests)
+        unread = 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_arrivals_and_aborts(on_gpu: Callable[..., Engine], expected: list[list[int]], seed: int) -> None:
+    engine, dice = on_gpu(), random.Random(seed)
+    overlap = warm(engine)
+    asked: list[tuple[int, Request]] = []
+    for number in range(200):
+        if number < 60 and dice.random() < 0.3:
+            which = dice.randrange(6)
+            asked.append((which, engine.submit(MANY[which], PARAMS[which])))
+        if asked and dice.random() < 0.05:
+            engine.abort(dice.choice(asked)[1])
+        engine.step()
+    assert engine.is_idle and {request.finish_reason for _, request in asked} == {"length", "abort"}
+    for which, request in asked:
+        found = request.token_ids
+        assert found == (expected[which] if request.finish_reason == "length" else expected[which][: len(found)])
+    assert overlap.num_launched > 30 and overlap.num_dropped == 0, "a step that is launched is taken, in part at least"
+
+
+def test_stop_strings(on_gpu: Callable[..., Engine], model: PreTrainedModel) -> None:
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(97)}, "t0"))
+    words.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    plain = Engine.from_model(copy.deepcopy(model), tokenizer, PLAIN)
+    whole = ids(plain, MANY, PARAMS)
+    stops = ["t{}t{}".format(*each[4 + i : 6 + i]) for i, each in enumerate(whole)]
+    params = [replace(each, stop=(stops[i],) if i % 2 else ()) for i, each in enumerate(PARAMS)]
+    done = plain.generate(MANY, params)
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), tokenizer, PLAIN, swap_space=0)
+    overlap = warm(engine)
+    found = engine.generate(MANY, params)
+    assert [(each.token_ids, each.text, each.finish_reason) for each in found] == [
+        (each.token_ids, each.text, each.finish_reason) for each in done
+    ]
+    assert {each.finish_reason for each in found} == {"stop", "length"} and overlap.num_launched > 30
+
+
+def test_preemption(on_gpu: Callable[..., Engine], model: PreTrainedModel) -> None:
+    """Pages run out: the last request loses its pages, which others and the prefix cache get."""
+    decode = DecodeConfig.autoregressive(max_batch_size=3, max_length=112, kv_tokens=144)
+    prompts = [[(seed * i + seed) % 97 for i in range(20)] for seed in range(3, 9)]
+    params = [SamplingParams(max_new_tokens=40, temperature=0.7 * (i % 2), seed=i) for i in range(6)]
+    whole = plain_ids(copy.deepcopy(model), prompts, params)
+    for swap_space in (0, 300e3 / 2**30):
+        engine = on_gpu(decode, swap_space=swap_space)
+        for _ in range(2):
+            assert ids(engine, prompts, params) == whole
+        assert engine.scheduler.counts.preemptions > 2 and engine.replica.overlap.num_launched > 60
+
+
+def test_every_row_that_is_launched_has_a_page_of_its_request(
+    on_gpu: Callable[..., Engine], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page is the request's alone, and its row lies behind the computed ones."""
+    engine, launch, places = on_gpu(), Overlap.launch, set()
+
+    def watched(overlap: Overlap, plan: Any, following: Any, results: Any) -> None:
+        tables, cache = engine.scheduler.placement, engine.model.cache
+        assert cache is not None
+        for request, cached in zip(plan.decoding, following.columns[0].tolist(), strict=True):
+            table = tables._pages[0].table(request)
+            assert cached == len(request.tokens) > request.num_computed_tokens[0]
+            assert len(table.nodes) <= cached // 16 < len(table.pages)
+            assert cache.tables[request.slots[0], cached // 16] == table.pages[cached // 16]
+            places.add(cached % 16)
+        launch(overlap, plan, following, results)
+
+    monkeypatch.setattr(Overlap, "launch", watched)
+    assert ids(engine) == expected
+    assert places == set(range(16))
+
+
+def tokens_of_other_rows(patch: pytest.MonkeyPatch) -> None:
+    """After an end, results stay in the places of the rows that were launched."""
+    patch.setattr(
+        Overlap, "take", lambda overlap, plan, rows: (
+            None if overlap.launched is None else overlap.launched.results[: len(plan.decoding)]
+        )
+    )  # fmt: skip
+
+
+def positions_that_stand_still(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lpr.engine.overlap, "_NEXT_ENTRY", np.array([0, 0, 0], np.int32))
+
+
+def rows_that_stand_still(patch: pytest.MonkeyPatch) -> None:
+    """The token's K/V go where the last one's are."""
+    take = Overlap.take
+
+    def taken(overlap: Overlap, plan: Any, rows: Any) -> Any:
+        if overlap.launched is not None:
+            overlap.launched.rows.columns[0] += 1
+        return take(overlap, plan, rows)
+
+    patch.setattr(lpr.engine.overlap, "_NEXT_COLUMNS", np.zeros((3, 1), np.int64))
+    patch.setattr(Overlap, "take", taken)
+
+
+def tokens_of_the_host(patch: pytest.MonkeyPatch) -> None:
+    replay = GraphForward._replay
+    patch.setattr(GraphForward, "_replay", lambda self, shape, rows, selection, tokens=None: replay(
+        self, shape, rows, selection))  # fmt: skip
+
+
+def results_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    launch = TreeModel.launch_next
+
+    def mutant(self: TreeModel, rows: Any, selection: Any, results: torch.Tensor) -> Any:
+        before = results.clone()
+        return before if launch(self, rows, selection, results) is not None else None
+
+    patch.setattr(TreeModel, "launch_next", mutant)
+
+
+def results_that_the_next_step_overwrites(patch: pytest.MonkeyPatch) -> None:
+    """The copy to the host is enqueued behind the next step."""
+    patch.setattr(Exchange, "begin_gather", lambda self, draft, local: lambda: self.gather(draft, local))
+
+
+def noise_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    launch = Overlap.launch
+
+    def mutant(self: Overlap, plan: Any, following: Any, results: Any) -> None:
+        real = lpr.engine.overlap.selection
+
+        def stale(batch: Any, rows: Any) -> Any:
+            for row in rows:
+                row.positions[:] -= 1
+            found = real(batch, rows)
+            for row in rows:
+                row.positions[:] += 1
+            return found
+
+        with patch.context() as inner:
+            inner.setattr(lpr.engine.overlap, "selection", stale)
+            launch(self, plan, following, results)
+
+    patch.setattr(Overlap, "launch", mutant)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        tokens_of_other_rows, positions_that_stand_still, rows_that_stand_still, tokens_of_the_host,
+        results_of_the_step_before, results_that_the_next_step_overwrites, noise_of_the_step_before,
+    ],
+)  # fmt: skip
+def test_faults_are_noticed(
+    on_gpu: Callable[..., Engine],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    engine = on_gpu()
+    warm(engine)
+    assert ids(engine) == expected
+    fault(monkeypatch)
+    found = ids(engine)
+    assert engine.replica.overlap.num_launched > 20 and found != expected
+
+
+def test_a_request_is_not_admitted_to_a_step_that_is_launched(
+    on_gpu: Callable[..., Engine], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins one step later; the fault drops a whole step instead, with the same ids."""
+    admits = Overlap.admits
+    for fault in (False, True):
+        if fault:
+            monkeypatch.setattr(Overlap, "admits", lambda *args: admits(*args) or True)
+        engine = on_gpu()
+        overlap = warm(engine)
+        first = engine.submit(MANY[5], PARAMS[5])
+        for _ in range(8):
+            engine.step()
+        second = engine.submit(MANY[4], PARAMS[4])
+        while not engine.is_idle:
+            engine.step()
+        assert [first.token_ids, second.token_ids] == [expected[5], expected[4]]
+        assert (overlap.num_dropped > 0) == fault
+
+
+@pytest.mark.parametrize("place", ["draft", "forward", "gather", "commit", "while_busy"])
+@pytest.mark.parametrize("after", [6, 7])
+def test_an_interrupt(on_gpu: Callable[..., Engine], expected: list[list[int]], place: str, after: int) -> None:
+    """Between a launch and its reading no state has changed, and the step is taken again."""
+
+    class Interrupting(StepHooks):
+        left = after
+
+        def _count(self, here: str) -> None:
+            self.left -= here == place
+            if here == place and self.left == 0:
+                raise KeyboardInterrupt
+
+        def end_phase(self, phase: str) -> None:
+            self._count(phase)
+
+        def while_busy(self) -> None:
+            self._count("while_busy")
+
+    engine = on_gpu()
+    warm(engine)
+    engine.hooks = Interrupting()
+    asked = [engine.submit(prompt, params) for prompt, params in zip(MANY, PARAMS, strict=True)]
+    with pytest.raises(KeyboardInterrupt):
+        while not engine.is_idle:
+            engine.step()
+    while not engine.is_idle:
+        engine.step()
+    for request, whole in zip(asked, expected, strict=True):
+        if request.finish_reason == "abort":
+            assert place == "commit" and request.token_ids == whole[: request.num_output]
+        else:
+            assert request.token_ids == whole
+    assert ids(engine) == expected
+
+
+def test_interrupts_at_any_line(on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
+    dice, engine = random.Random(3), on_gpu()
+    warm(engine)
+    with interrupted_at(-1) as counted:
+        ids(engine)
+    for _ in range(12):
+        number = dice.randrange(-counted.number)
+        with interrupted_at(number) as countdown, contextlib.suppress(KeyboardInterrupt):
+            ids(engine)
+        for _ in range(2):
+            assert ids(engine) == expected, countdown.where
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_logits_that_are_not_numbers(
+    on_gpu: Callable[..., Engine], model: PreTrainedModel, expected: list[list[int]], fault: bool
+) -> None:
+    """The request fails, the others go on, and what it has left in its pages reaches nobody."""
+    texts = [{*prompt, *tokens} for prompt, tokens in zip(MANY, expected, strict=True)]
+    mine, poison = next(
+        (i, token)
+        for i, tokens in enumerate(expected)
+        for token in tokens[2:-3]
+        if sum(token in text for text in texts) == 1 and token not in MANY[i]
+    )
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[poison] = torch.nan
+    engine = on_gpu(of=broken)
+    # Page 0 is this one's: what stands for the kernel reads it, with weight 0, for pages that a table lacks.
+    ids(engine, [[1] * 17], SamplingParams(max_new_tokens=1))
+    clamp = torch.clamp
+    if fault:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((IndexError, RuntimeError)):
+            patch.setattr(torch, "clamp", lambda given, min, out: clamp(given, out=out, min=-9))
+            [ids(engine) for _ in range(2)]
+        return
+    for _ in range(2):
+        done = engine.generate(MANY, PARAMS)
+        assert done[mine].finish_reason == "error" and "not numbers" in str(done[mine].error)
+        assert done[mine].token_ids == expected[mine][: expected[mine].index(poison) + 1]
+        assert all(each.token_ids == expected[i] or i == mine for i, each in enumerate(done))
+    assert engine.replica.overlap.num_launched > 50
+
+
+def test_other_weights_drop_what_is_launched(
+    on_gpu: Callable[..., Engine], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_gpu()
+    overlap = warm(engine)
+    asked = [engine.submit(prompt, params) for prompt, params in zip(MANY[:3], PARAMS[:3], strict=True)]
+    for _ in range(6):
+        engine.step()
+    assert overlap.launched is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(Watch, "hints", True)
+        patch.setattr(Watch, "has_changed", lambda watch: True)
+        engine.step()
+    assert [request.finish_reason for request in asked] == ["error"] * 3 and overlap.launched is None
+    assert ids(engine) == expected
+
+
+def test_steps_with_drafts_and_python_in_the_choice_are_not_launched_early(
+    on_gpu: Callable[..., Engine], model: PreTrainedModel
+) -> None:
+    params = [SamplingParams(max_new_tokens=12, repetition_penalty=1.1), SamplingParams(max_new_tokens=12, logprobs=2)]
+    engine = on_gpu()
+    for each in params:
+        whole = plain_ids(copy.deepcopy(model), MANY, each)
+        assert ids(engine, MANY, each) == whole and engine.replica.overlap.num_launched == 0
+    engine = on_gpu(replace(PLAIN, window_size=3, trie_nodes=8))
+    assert ids(engine) == plain_ids(copy.deepcopy(model), MANY, PARAMS)
+    assert engine.replica.overlap.num_launched < 10
