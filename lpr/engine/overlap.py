@@ -31,8 +31,8 @@ from lpr.model.transfer import to_device
 if TYPE_CHECKING:
     from lpr.sched.scheduler import Scheduler
 
-PLAIN_STEPS = 4
-"""Steps without a draft in succession after which the next one is expected to have none either."""
+FEWEST, MOST = 4, 64
+"""With drafts, a step is launched early after this many steps without one: a wrong guess doubles the number."""
 _NEXT_COLUMNS, _NEXT_ENTRY = np.array([[1], [0], [0]]), np.array([0, 0, 1], np.int32)
 
 
@@ -55,7 +55,8 @@ class Overlap:
         """The next step, if it is launched."""
         self.num_launched = self.num_dropped = 0
         """Steps launched, and those of them of which no result was taken."""
-        self._may_launch, self._num_plain = False, 0
+        self._may_launch, self._num_plain, self._num_wanted = False, 0, FEWEST
+        self._stream: torch.cuda.Stream | None = None  # of the last step that was launched
         drafts = model.guesser is not None or model.self_drafter is not None
         assert model.cache is not None
         is_possible = model.device.type == "cuda" and model.graphs is not None and not model.cache.has_states
@@ -76,6 +77,9 @@ class Overlap:
     def take(self, plan: StepPlan, rows: Rows) -> torch.Tensor | None:
         """The results of the step of `plan`, of these `rows`, if it was launched; None if it is to be evaluated."""
         launched, self.launched = self.launched, None
+        # The caller may step on another stream, also after the step was dropped: its words are overwritten next.
+        if self._stream is not None and (stream := torch.cuda.current_stream(self._model.device)) != self._stream:
+            stream.wait_stream(self._stream)
         if launched is None:
             return None
         columns, results = launched.rows.columns, launched.results
@@ -85,8 +89,9 @@ class Overlap:
             columns, results = columns[:, kept], results.index_select(0, to_device(kept, results.device))
         # Columns of another number of requests are not equal either.
         if plan.filling or not np.array_equal(rows.columns, columns):
-            self.num_dropped += 1
+            self.num_dropped, self._num_wanted = self.num_dropped + 1, min(2 * self._num_wanted, MOST)
             return None
+        self._num_wanted = max(self._num_wanted - 1, FEWEST)
         return results
 
     def next_rows(self, plan: StepPlan, rows: Rows) -> Rows | None:
@@ -96,7 +101,7 @@ class Overlap:
         """
         is_plain = rows.num_entries == len(rows) and not plan.filling
         self._num_plain = self._num_plain + 1 if is_plain else 0
-        is_expected = self._num_plain >= (1 if plan.sizes.num_nodes == 1 else PLAIN_STEPS)
+        is_expected = is_plain and (plan.sizes.num_nodes == 1 or self._num_plain >= self._num_wanted)
         if not (self._may_launch and is_expected and plan.batch.chooses_on_device):
             return None
         cache = self._model.cache
@@ -114,3 +119,4 @@ class Overlap:
         found = self._model.launch_next(following, chosen, results)
         if found is not None:
             self.launched, self.num_launched = Launched(plan.batch, following, found), self.num_launched + 1
+            self._stream = torch.cuda.current_stream(self._model.device)

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lpr.engine.overlap
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
+from lpr.core.constants import KNOTS
+from lpr.core.step_times import StepTimes
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
 from lpr.engine.overlap import Overlap
@@ -34,6 +36,7 @@ from tests.fakes.interruptions import interrupted_at
 from tests.fakes.models import plain_ids, tiny_model
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, quick_start, short_steps, to_gpu
 from tests.fakes.pretend_graphs import Graph
+from tests.fakes.pretend_streams import RaceError, Stream
 
 __all__ = ["gpu", "guard", "quick_start", "short_steps"]
 
@@ -505,3 +508,36 @@ def test_steps_with_drafts_and_python_in_the_choice_are_not_launched_early(
     engine = on_gpu(replace(PLAIN, window_size=3, trie_nodes=8))
     assert ids(engine) == plain_ids(copy.deepcopy(model), MANY, PARAMS)
     assert engine.replica.overlap.num_launched < 10
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_steps_on_other_streams(
+    gpu: PretendGpu, on_gpu: Callable[..., Engine], expected: list[list[int]], fault: bool
+) -> None:
+    """A step waits for what an earlier one has launched on its stream, also if nothing of it is taken."""
+    engine = on_gpu()
+    overlap = warm(engine)
+    streams = [Stream(gpu.streams), gpu.streams.default]
+    with pytest.raises(RaceError) if fault else contextlib.nullcontext():
+        for _ in range(2):
+            asked = [engine.submit(prompt, params) for prompt, params in zip(MANY, PARAMS, strict=True)]
+            while not engine.is_idle:
+                streams.reverse()
+                if fault:
+                    overlap._stream = None
+                with torch.cuda.stream(streams[0]):  # type: ignore[arg-type]
+                    engine.step()
+            assert [each.token_ids for each in asked] == expected
+
+
+@pytest.mark.parametrize("price", [0.0, 0.03, 1.0])
+def test_automatic_sizes(on_gpu: Callable[..., Engine], expected: list[list[int]], price: float) -> None:
+    """Where no draft pays, steps are launched early; where drafts come and go, few of those are dropped."""
+    times = StepTimes({(1, 256): [1.0 + price * knot for knot in KNOTS]})
+    auto = DecodeConfig(max_batch_size=4, max_length=128, kv_tokens=512, prefill_chunk=64)
+    engine = on_gpu(auto, costs=times)
+    warm(engine)
+    engine.configure(auto)  # without the outputs, of which drafts would be sure
+    assert ids(engine) == expected
+    overlap = engine.replica.overlap
+    assert (overlap.num_launched > 40) == (price == 1) and overlap.num_dropped <= 3
