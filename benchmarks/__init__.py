@@ -4,8 +4,7 @@ import os
 import sys
 from types import TracebackType
 
-EXTRA = ("httpx", "matplotlib", "psutil", "pyarrow")
-"""Packages of that extra, by import name."""
+EXTRA = ("httpx", "matplotlib", "psutil", "pyarrow")  # packages of that extra, by import name
 
 
 def _report_missing_package(kind: type[BaseException], failure: BaseException, trace: TracebackType | None) -> None:

@@ -105,15 +105,12 @@ class Clients:
     def __init__(self, url: str, asked: list[dict[str, Any]]) -> None:
         """Send the requests `asked` repeatedly."""
         self.asked = asked
-        self.wanted: list[Output] = []
-        """The undisturbed answers."""
-        self.events: list[float] = []
-        """Times of all events of all clients (time.monotonic)."""
+        self.wanted: list[Output] = []  # the undisturbed answers
+        self.events: list[float] = []  # times of all events of all clients (time.monotonic)
         self.num_streams = 0
         self.failed: list[str] = []
         self.different: list[str] = []
-        self.largest_difference = 0.0
-        """Between log-probabilities."""
+        self.largest_difference = 0.0  # between log-probabilities
         self._http = httpx.AsyncClient(base_url=url, timeout=900, limits=httpx.Limits(max_connections=None))
 
     async def close(self) -> None:
@@ -203,14 +200,11 @@ def pauses(events: list[float], losses: list[float], end: float) -> Iterator[flo
         yield max(after - before for before, after in zip(within, [*within[1:], until], strict=True))
 
 
-RANK = "lpr.serve.ranks.rank"
-"""A word in the command of a rank; a launcher's command has more."""
+RANK = "lpr.serve.ranks.rank"  # a word in the command of a rank; a launcher's command has more
 SUPERVISOR = "lpr.dist.supervisor"
 LAUNCHERS = ("torch.distributed.run", SUPERVISOR)
-LOGPROB_TOLERANCE = 1e-3
-"""The number of rows in a step's matrix products decides the last bits in float32."""
-READY_SECONDS = 300.0
-"""Time for a service to be ready again, on a busy machine."""
+LOGPROB_TOLERANCE = 1e-3  # the number of rows in a step's matrix products decides the last bits in float32
+READY_SECONDS = 300.0  # time for a service to be ready again, on a busy machine
 NUM_BODIES = 24
 
 

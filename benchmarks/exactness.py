@@ -27,10 +27,8 @@ from lpr.model.loader import load
 from tests.fakes.compared import BOTH, PLAIN, SHAPES, USUAL, Group, Worlds
 from tests.fakes.prompts import PROMPTS
 
-GROUP = 4
-"""Prompts that every shape decodes before the next group."""
-TEMPERATURES = (0.0, 0.8)
-"""Temperatures of the prompts, in turn."""
+GROUP = 4  # prompts that every shape decodes before the next group
+TEMPERATURES = (0.0, 0.8)  # temperatures of the prompts, in turn
 
 
 @dataclass(frozen=True, kw_only=True)

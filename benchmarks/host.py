@@ -36,8 +36,7 @@ from lpr.config import InputError
 from lpr.engine.options import EngineOptions, load_step_times
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 384
-SPARE = 64
-"""Entries of a step beyond its trees, per sequence, up to which the step counts; more are a prompt's."""
+SPARE = 64  # entries of a step beyond its trees, per sequence, up to which the step counts; more are a prompt's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -217,8 +217,7 @@ class PacedModel:
     ) -> None:
         """Replace the forward of `engine`; `texts` are the requests to come, with prompts, which begin differently."""
         self.device = device
-        self.batch = 0
-        """Sequences of the last step."""
+        self.batch = 0  # sequences of the last step
         self._num_ranks = num_ranks
         self.steps: list[tuple[Sequence[int], int]] = []
         """Per tree of the running step: its text, and the root's place in it."""

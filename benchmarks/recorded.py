@@ -62,6 +62,7 @@ class Steps:
         self._model: Any = engine.model
         self._evaluate, self._fill = self._model.evaluate, self._model.fill
         vars(self._model).update(evaluate=self.evaluate, fill=self.fill)
+        engine.replica.overlap.is_on = False  # its next step would follow the results that recorded ones replace
 
     def fill(self, rows: Sequence[Row]) -> Any:
         return self._timed(partial(self._fill, rows), rows, Selection.build([]), 0)
@@ -124,10 +125,24 @@ def rows_of(engine: Engine, options: RecordedOptions, tell: Callable[[dict[str, 
     return rows
 
 
+def overlap_of(engine: Engine, clients: int, num_steps: int) -> dict[str, Any]:
+    """Milliseconds of a plain step with and without overlap, of the model's own tokens; the ids are the same."""
+    engine.configure(DecodeConfig.autoregressive(max_batch_size=clients, max_length=2 * num_steps))
+    params, found, ids = SamplingParams(max_new_tokens=num_steps, ignore_eos=True), dict[str, Any](), list[Any]()
+    for name in ("first", "without", "with"):  # the first run captures
+        engine.replica.overlap.is_on = name == "with"
+        began = time.perf_counter()
+        ids.append([each.token_ids for each in engine.generate([[1 + client] for client in range(clients)], params)])
+        found[f"{name}_ms"] = round((time.perf_counter() - began) * 1e3 / num_steps, 3)
+    return {"clients": clients, **found, "launched": engine.replica.overlap.num_launched, "same_ids": ids[1] == ids[2]}
+
+
 def section(model: Any, sizes: Sizes) -> dict[str, Any]:
     options = RecordedOptions(clients=sizes.clients, steps=sizes.num_steps)
     engine = Engine.from_model(model, None, DecodeConfig(max_batch_size=1), OPTIONS, costs=options.costs)
-    return {"rows": rows_of(engine, options, measured)}
+    overlap = overlap_of(engine, sizes.clients[-1], sizes.num_steps)
+    measured({"rows": [], "overlap": overlap})
+    return {"rows": rows_of(engine, options, lambda rows: measured({**rows, "overlap": overlap})), "overlap": overlap}
 
 
 def measure(options: RecordedOptions, console: Console) -> dict[str, Any]:

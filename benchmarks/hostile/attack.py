@@ -22,8 +22,7 @@ from tests.fakes.hostile.client import Client
 from tests.fakes.hostile.probes import PROBES, Probe
 
 MOST_PROBLEMS = 50
-END_SECONDS = 150.0
-"""Time for a client to end what it has begun."""
+END_SECONDS = 150.0  # time for a client to end what it has begun
 
 
 @dataclass(frozen=True, kw_only=True)

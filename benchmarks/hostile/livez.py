@@ -21,10 +21,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 PATIENCE = 30.0
-FAILED_MS = 1000 * PATIENCE
-"""A failure counts as this."""
-LATE_MS = 1000.0
-"""Kubernetes waits so long for a probe unless it is told otherwise."""
+FAILED_MS = 1000 * PATIENCE  # a failure counts as this
+LATE_MS = 1000.0  # Kubernetes waits so long for a probe unless it is told otherwise
 Asked = tuple[float, float | None]
 """The time that was asked at (of time.monotonic, which all processes share), and milliseconds to the answer."""
 

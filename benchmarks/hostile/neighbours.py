@@ -19,21 +19,17 @@ import httpx
 from benchmarks.processes.services import Server, running
 from lpr import Engine, SamplingParams
 
-KEYS = ("attacker-1f0b", "neighbour-7c2e")
-"""Key of the hostile clients, and of their well-behaved neighbours."""
-OPEN_FILES = 1024
-"""`ulimit -n`, which many systems have as default."""
+KEYS = ("attacker-1f0b", "neighbour-7c2e")  # key of the hostile clients, and of their well-behaved neighbours
+OPEN_FILES = 1024  # `ulimit -n`, which many systems have as default
 TEMPLATE = (
     "{% for _ in range(pad | default(0)) %} {% endfor %}{{ bos_token }}"
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}def "
 )
 """A chat template whose length a client can choose."""
-KEY = KEYS[1]
-"""Key of the well-behaved clients."""
+KEY = KEYS[1]  # key of the well-behaved clients
 TEXT = 'class Account:\n    """An account."""\n\n    def __init__(self, owner):\n        self.owner = owner\n'
 PROMPTS = ("def f(x):\n", "import os\n\n\n", "for i in range(10):\n    ", TEXT, TEXT[:40], TEXT[:60], TEXT[:61])
-FEWEST = 5
-"""Streams whose median is a figure."""
+FEWEST = 5  # streams whose median is a figure
 SLOTS = 4
 
 

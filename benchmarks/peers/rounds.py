@@ -19,8 +19,7 @@ from benchmarks.peers.environment import installed, python_of, weights_for
 from benchmarks.peers.process import PeerError, Process
 from benchmarks.peers.worker import Peer
 
-Outputs = list[dict[str, Any]]
-"""Per prompt `ids`, `steps` and `seconds` (of a machine that may be busy)."""
+Outputs = list[dict[str, Any]]  # per prompt `ids`, `steps` and `seconds` (of a machine that may be busy)
 FIRST_SEED = 100
 
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 Request = dict[str, Any]
-Complete = Callable[[Request], tuple[list[int], int]]
-"""Completes a request: its ids and its steps."""
+Complete = Callable[[Request], tuple[list[int], int]]  # completes a request: its ids and its steps
 
 
 @dataclass(frozen=True)

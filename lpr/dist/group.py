@@ -29,16 +29,12 @@ class Download:
     def __init__(self) -> None:
         self._places = [torch.empty(0, dtype=torch.int32)] * 2
 
-    def read(self, words: torch.Tensor) -> torch.Tensor:
-        """`words` (int32, any shape, on any device) on the host, once the device has made them.
-
-        What is returned holds until the call after the next one; words that are on the host already are returned as
-        they are.
-        """
-        return self.begin(words)()
-
     def begin(self, words: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Enqueue the copy of `words` to the host after the device's queued work; the returned call waits for it."""
+        """Enqueue the copy of `words` (int32, any shape and device) after the device's queued work.
+
+        The returned function waits for it. Its result holds until the call after the next one; words that are on the
+        host already are returned as they are.
+        """
         if words.device.type != "cuda":
             return lambda: words
         self._places.reverse()

@@ -59,8 +59,8 @@ class Overlap:
         self._stream: torch.cuda.Stream | None = None  # of the last step that was launched
         drafts = model.guesser is not None or model.self_drafter is not None
         assert model.cache is not None
-        is_possible = model.device.type == "cuda" and model.graphs is not None and not model.cache.has_states
-        self.is_on = is_alone(comm) and is_possible and not drafts
+        is_captured = model.device.type == "cuda" and model.captures_packed and not model.cache.has_states
+        self.is_on = is_alone(comm) and is_captured and not drafts
 
     def admits(self, scheduler: Scheduler[Request]) -> bool:
         """True if requests may be admitted to the next step; called before each schedule.

@@ -156,10 +156,11 @@ class GraphForward(EagerForward):
     def launch_next(self, rows: Rows, selection: Selection, results: torch.Tensor) -> torch.Tensor | None:
         """Launch the step that follows one with these `results`: `rows` of one entry each, whose tokens they are.
 
-        Returns its results, valid until the next replay; None without a graph, as a capture would wait for the device.
+        Returns its results, valid until the next replay. None without a graph, as a capture would wait for the device,
+        and if hidden states are kept, which the step would overwrite.
         """
         shape = self._captured_shape(rows, selection, 0)
-        if shape is None or not shape.num_kept or self._graphs.get(shape) is None:
+        if shape is None or not shape.num_kept or self._graphs.get(shape) is None or self._hidden_room is not None:
             return None
         found = self._replay(shape, rows, selection, results[:, 0])
         return found[:, :1] if found is not None else None

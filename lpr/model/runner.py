@@ -180,18 +180,19 @@ class TreeModel:
             num_graphs=MOST_COMMON if self.capturer is not None else 0,
             mask_rows=0 if self.adapter.reads_bits else longest,
             by_kernel=has_kernels(self.device),
-            packed=self._captures_packed,
+            packed=self.captures_packed,
         )
         return memory_needs(sizes_of(self.model), steps, num_axes)
 
     @property
-    def _captures_packed(self) -> bool:
+    def captures_packed(self) -> bool:
+        """True if packed steps are captured as graphs."""
         return self.capturer is not None and self.adapter.packed and self.adapter.packs_bits
 
     def prompt_chunk(self, most: int, num_nodes: int) -> int:
         """Prompt tokens, up to `most`, that fit into a captured step beside trees of `num_nodes` nodes."""
         room = PACKED_BUCKETS[-1] - min(num_nodes, PACKED_BUCKETS[-1] // 2)
-        return min(most, room) if self._captures_packed else most
+        return min(most, room) if self.captures_packed else most
 
     def free_host_bytes(self, num_sharing: int) -> int | None:
         """Bytes of host memory that each of `num_sharing` ranks of a device may use; None: unknown."""

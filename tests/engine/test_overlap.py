@@ -10,6 +10,7 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import lpr.engine.overlap
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.core.constants import KNOTS
 from lpr.core.step_times import StepTimes
+from lpr.dist.comm import Comm
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
 from lpr.engine.overlap import Overlap
@@ -32,6 +34,7 @@ from lpr.model.watch import Watch
 from lpr.protocol import Stop, Submit
 from lpr.serve.messages import Stepped
 from lpr.serve.ranks.bridge import EngineBridge
+from tests.fakes.elastic_world import ElasticWorld
 from tests.fakes.interruptions import interrupted_at
 from tests.fakes.models import plain_ids, tiny_model
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, quick_start, short_steps, to_gpu
@@ -186,9 +189,8 @@ def test_most_steps_are_launched_before_their_plan(
     assert ids(engine) == expected and overlap.num_launched == 0
 
 
-@pytest.mark.parametrize("count", [1, 3, 4])
 def test_the_next_step_is_launched_before_the_last_one_is_read(
-    on_gpu: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, count: int
+    on_gpu: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever the host waits, two steps are launched that it has not read; without overlap it is one."""
     engine, unread, found = on_gpu(), 0, []
@@ -209,7 +211,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(
 
     monkeypatch.setattr(Graph, "replay", replayed)
     monkeypatch.setattr(PretendGpu, "note", noted)
-    for engine.replica.overlap.is_on in (True, False):
+    for count, engine.replica.overlap.is_on in product((1, 4), (True, False)):
         requests = [engine.submit(prompt, SamplingParams(max_new_tokens=60)) for prompt in MANY[:count]]
         for _ in range(25):
             engine.step()
@@ -218,19 +220,20 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(
         unread = 0
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_arrivals_and_aborts(on_gpu: Callable[..., Engine], expected: list[list[int]], seed: int) -> None:
-    engine, dice = on_gpu(), random.Random(seed)
+def test_arrivals_and_aborts(on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
+    engine, dice = on_gpu(), random.Random(0)
     overlap = warm(engine)
     asked: list[tuple[int, Request]] = []
-    for number in range(200):
-        if number < 60 and dice.random() < 0.3:
+    for number in range(100):
+        if number % 50 < 25 and dice.random() < 0.3:
             which = dice.randrange(6)
             asked.append((which, engine.submit(MANY[which], PARAMS[which])))
         if asked and dice.random() < 0.05:
             engine.abort(dice.choice(asked)[1])
         engine.step()
-    assert engine.is_idle and {request.finish_reason for _, request in asked} == {"length", "abort"}
+    while not engine.is_idle:
+        engine.step()
+    assert {request.finish_reason for _, request in asked} == {"length", "abort"}
     for which, request in asked:
         found = request.token_ids
         assert found == (expected[which] if request.finish_reason == "length" else expected[which][: len(found)])
@@ -261,11 +264,10 @@ def test_preemption(on_gpu: Callable[..., Engine], model: PreTrainedModel) -> No
     prompts = [[(seed * i + seed) % 97 for i in range(20)] for seed in range(3, 9)]
     params = [SamplingParams(max_new_tokens=40, temperature=0.7 * (i % 2), seed=i) for i in range(6)]
     whole = plain_ids(copy.deepcopy(model), prompts, params)
-    for swap_space in (0, 300e3 / 2**30):
-        engine = on_gpu(decode, swap_space=swap_space)
-        for _ in range(2):
-            assert ids(engine, prompts, params) == whole
-        assert engine.scheduler.counts.preemptions > 2 and engine.replica.overlap.num_launched > 60
+    engine = on_gpu(decode, swap_space=300e3 / 2**30)
+    for _ in range(2):
+        assert ids(engine, prompts, params) == whole
+    assert engine.scheduler.counts.preemptions > 2 and engine.replica.overlap.num_launched > 60
 
 
 def test_every_row_that_is_launched_has_a_page_of_its_request(
@@ -358,25 +360,21 @@ def noise_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Overlap, "launch", mutant)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        tokens_of_other_rows, positions_that_stand_still, rows_that_stand_still, tokens_of_the_host,
-        results_of_the_step_before, results_that_the_next_step_overwrites, noise_of_the_step_before,
-    ],
+FAULTS = (
+    tokens_of_other_rows, positions_that_stand_still, rows_that_stand_still, tokens_of_the_host,
+    results_of_the_step_before, results_that_the_next_step_overwrites, noise_of_the_step_before,
 )  # fmt: skip
-def test_faults_are_noticed(
-    on_gpu: Callable[..., Engine],
-    expected: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    fault: Callable[[pytest.MonkeyPatch], None],
-) -> None:
-    engine = on_gpu()
-    warm(engine)
-    assert ids(engine) == expected
-    fault(monkeypatch)
-    found = ids(engine)
-    assert engine.replica.overlap.num_launched > 20 and found != expected
+
+
+def test_faults_are_noticed(on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
+    engine = on_gpu(prefix_reuse=False)  # no K/V of one run reaches the next
+    overlap = warm(engine)
+    for fault in FAULTS:
+        assert ids(engine) == expected
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            overlap.num_launched = 0
+            assert ids(engine) != expected and overlap.num_launched > 20, fault
 
 
 def test_a_request_is_not_admitted_to_a_step_that_is_launched(
@@ -399,53 +397,50 @@ def test_a_request_is_not_admitted_to_a_step_that_is_launched(
         assert (overlap.num_dropped > 0) == fault
 
 
-@pytest.mark.parametrize("place", ["draft", "forward", "gather", "commit", "while_busy"])
-@pytest.mark.parametrize("after", [6, 7])
-def test_an_interrupt(on_gpu: Callable[..., Engine], expected: list[list[int]], place: str, after: int) -> None:
+class Interrupting(StepHooks):
+    """Interrupts the n-th call at a place."""
+
+    def __init__(self, place: str, left: int) -> None:
+        self.place, self.left = place, left
+
+    def end_phase(self, phase: str) -> None:
+        self.left -= phase == self.place
+        if phase == self.place and self.left == 0:
+            raise KeyboardInterrupt
+
+    def while_busy(self) -> None:
+        self.end_phase("while_busy")
+
+
+def test_an_interrupt(on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
     """Between a launch and its reading no state has changed, and the step is taken again."""
-
-    class Interrupting(StepHooks):
-        left = after
-
-        def _count(self, here: str) -> None:
-            self.left -= here == place
-            if here == place and self.left == 0:
-                raise KeyboardInterrupt
-
-        def end_phase(self, phase: str) -> None:
-            self._count(phase)
-
-        def while_busy(self) -> None:
-            self._count("while_busy")
-
     engine = on_gpu()
     warm(engine)
-    engine.hooks = Interrupting()
-    asked = [engine.submit(prompt, params) for prompt, params in zip(MANY, PARAMS, strict=True)]
-    with pytest.raises(KeyboardInterrupt):
+    for place, after in product(("draft", "forward", "gather", "commit", "while_busy"), (6, 7)):
+        engine.hooks = Interrupting(place, after)
+        asked = [engine.submit(prompt, params) for prompt, params in zip(MANY, PARAMS, strict=True)]
+        with pytest.raises(KeyboardInterrupt):
+            while not engine.is_idle:
+                engine.step()
         while not engine.is_idle:
             engine.step()
-    while not engine.is_idle:
-        engine.step()
-    for request, whole in zip(asked, expected, strict=True):
-        if request.finish_reason == "abort":
-            assert place == "commit" and request.token_ids == whole[: request.num_output]
-        else:
-            assert request.token_ids == whole
+        for request, whole in zip(asked, expected, strict=True):
+            assert request.finish_reason == "length" or place == "commit"
+            assert request.token_ids == (whole if request.finish_reason == "length" else whole[: request.num_output])
     assert ids(engine) == expected
 
 
+@pytest.mark.slow
 def test_interrupts_at_any_line(on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
     dice, engine = random.Random(3), on_gpu()
     warm(engine)
     with interrupted_at(-1) as counted:
         ids(engine)
-    for _ in range(12):
+    for _ in range(5):
         number = dice.randrange(-counted.number)
         with interrupted_at(number) as countdown, contextlib.suppress(KeyboardInterrupt):
             ids(engine)
-        for _ in range(2):
-            assert ids(engine) == expected, countdown.where
+        assert ids(engine) == expected, countdown.where
 
 
 @pytest.mark.parametrize("fault", [False, True])
@@ -530,7 +525,7 @@ def test_steps_on_other_streams(
             assert [each.token_ids for each in asked] == expected
 
 
-@pytest.mark.parametrize("price", [0.0, 0.03, 1.0])
+@pytest.mark.parametrize("price", [0.03, 1.0])
 def test_automatic_sizes(on_gpu: Callable[..., Engine], expected: list[list[int]], price: float) -> None:
     """Where no draft pays, steps are launched early; where drafts come and go, few of those are dropped."""
     times = StepTimes({(1, 256): [1.0 + price * knot for knot in KNOTS]})
@@ -541,3 +536,20 @@ def test_automatic_sizes(on_gpu: Callable[..., Engine], expected: list[list[int]
     assert ids(engine) == expected
     overlap = engine.replica.overlap
     assert (overlap.num_launched > 40) == (price == 1) and overlap.num_dropped <= 3
+
+
+def test_a_rank_that_others_may_join(gpu: PretendGpu, on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
+    """A mesh of one rank counts the gathers that it begins early."""
+    found = []
+
+    def rank(comm: Comm) -> None:
+        with PretendGpu():
+            engine = on_gpu(comm=comm)
+            overlap = warm(engine)
+            found.append((ids(engine) == expected, overlap.num_launched > 30, overlap.num_dropped))
+            engine.close()
+
+    world = ElasticWorld(1)
+    world.start(0, rank)
+    world.join()
+    assert found == [(True, True, 0)]

@@ -357,7 +357,7 @@ def pageable_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def results_in_new_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Download, "read", lambda self, words: words.cpu())
+    patch.setattr(Download, "begin", lambda self, words: words.cpu)
 
 
 def results_nobody_waited_for(patch: pytest.MonkeyPatch) -> None:

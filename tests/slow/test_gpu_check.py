@@ -225,6 +225,8 @@ def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) 
     assert times["graphs"]["reason"] is None
     assert all(times["replay_equals_program"].values())
     assert record["sections"]["correctness"]["graphs_equal_to_eager"] == {"greedy": 2, "seeded": 2}
+    overlap = record["sections"]["recorded:tiny"]["overlap"]
+    assert overlap["same_ids"] and overlap["launched"] > 0
     assert json.loads(target.read_text())["sections"] == json.loads(json.dumps(record["sections"]))
     [part] = step_times(json.loads(target.read_text()))
     assert len(part.table.rows) == 2
