@@ -240,6 +240,7 @@ def test_arrivals_and_aborts(on_gpu: Callable[..., Engine], expected: list[list[
     assert overlap.num_launched > 30 and overlap.num_dropped == 0, "a step that is launched is taken, in part at least"
 
 
+@pytest.mark.slow
 def test_stop_strings(on_gpu: Callable[..., Engine], model: PreTrainedModel) -> None:
     words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(97)}, "t0"))
     words.decoder = decoders.Fuse()
@@ -412,6 +413,7 @@ class Interrupting(StepHooks):
         self.end_phase("while_busy")
 
 
+@pytest.mark.slow
 def test_an_interrupt(on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
     """Between a launch and its reading no state has changed, and the step is taken again."""
     engine = on_gpu()
@@ -443,6 +445,7 @@ def test_interrupts_at_any_line(on_gpu: Callable[..., Engine], expected: list[li
         assert ids(engine) == expected, countdown.where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [False, True])
 def test_logits_that_are_not_numbers(
     on_gpu: Callable[..., Engine], model: PreTrainedModel, expected: list[list[int]], fault: bool
@@ -475,6 +478,7 @@ def test_logits_that_are_not_numbers(
     assert engine.replica.overlap.num_launched > 50
 
 
+@pytest.mark.slow
 def test_other_weights_drop_what_is_launched(
     on_gpu: Callable[..., Engine], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,6 +509,7 @@ def test_steps_with_drafts_and_python_in_the_choice_are_not_launched_early(
     assert engine.replica.overlap.num_launched < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [False, True])
 def test_steps_on_other_streams(
     gpu: PretendGpu, on_gpu: Callable[..., Engine], expected: list[list[int]], fault: bool
@@ -525,6 +530,7 @@ def test_steps_on_other_streams(
             assert [each.token_ids for each in asked] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("price", [0.03, 1.0])
 def test_automatic_sizes(on_gpu: Callable[..., Engine], expected: list[list[int]], price: float) -> None:
     """Where no draft pays, steps are launched early; where drafts come and go, few of those are dropped."""
@@ -538,6 +544,7 @@ def test_automatic_sizes(on_gpu: Callable[..., Engine], expected: list[list[int]
     assert (overlap.num_launched > 40) == (price == 1) and overlap.num_dropped <= 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_others_may_join(gpu: PretendGpu, on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
     """A mesh of one rank counts the gathers that it begins early."""
     found = []
