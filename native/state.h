@@ -1,7 +1,6 @@
 // The replicated state of one sequence. Specification: lpr/core/state.py.
 #pragma once
 
-#include "accept.h"
 #include "budget.h"
 #include "digest.h"
 #include "drafting.h"
@@ -22,23 +21,33 @@ struct StepCounts {
 
   static size_t place(int depth, uint8_t source) { return static_cast<size_t>(depth) * kNumSources + source; }
 
-  void add_root(bool emitted) {
+  // `depths` is room for the depths of its nodes.
+  void add(const LoneTree& tree, Tokens& depths) {
     num_steps++;
-    num_nodes++;
-    num_tokens += emitted;
+    num_nodes += tree.count;
+    depths.assign(tree.count, 0);
+    for (int32_t node = 1; node < tree.count; node++) {
+      depths[node] = depths[tree.parent(node)] + 1;
+      count(drafted, depths[node], tree.source(node));
+    }
+    int32_t last = tree.follow([&](int32_t node) {
+      count(accepted, depths[node], tree.source(node));
+      num_tokens++;
+    });
+    num_tokens += tree.next(last) >= 0;
   }
 
   void add(const TokenTree& tree, const Tokens& path, size_t num_emitted) {
     num_steps++;
     num_nodes += tree.size();
     num_tokens += static_cast<int64_t>(num_emitted);
-    for (int node = 1; node < tree.size(); node++) count(drafted, tree, node);
-    for (size_t i = 1; i < path.size(); i++) count(accepted, tree, path[i]);
+    for (int node = 1; node < tree.size(); node++) count(drafted, tree.depths[node], tree.sources[node]);
+    for (size_t i = 1; i < path.size(); i++) count(accepted, tree.depths[path[i]], tree.sources[path[i]]);
   }
 
  private:
-  static void count(std::vector<int64_t>& counts, const TokenTree& tree, int node) {
-    size_t at = place(tree.depths[node], tree.sources[node]);
+  static void count(std::vector<int64_t>& counts, int depth, uint8_t source) {
+    size_t at = place(depth, source);
     if (at >= counts.size()) counts.resize(at + kNumSources, 0);
     counts[at]++;
   }
@@ -63,7 +72,7 @@ class SequenceState {
   Tokens stop_ids_;
 
  public:
-  std::shared_ptr<CandidateTable> table;
+  std::shared_ptr<CandidateTable> table;  // the recycled candidates of `drafter`
   std::optional<JacobiWindow> window;
   AcceptanceHistory acceptance;
   std::vector<double> probabilities;
@@ -79,7 +88,6 @@ class SequenceState {
     homes_.resize(num_computed_tokens.size());
     std::iota(homes_.begin(), homes_.end(), 0);
     if (tokens.empty()) throw std::invalid_argument("a sequence starts with at least one token");
-    if (sizes.num_recycled) table = std::make_shared<CandidateTable>();
     committed_.update(tokens);
     for (char each : params) committed_.add(static_cast<unsigned char>(each));
     committed_.update(num_computed_tokens);
@@ -97,9 +105,12 @@ class SequenceState {
     homes_ = std::move(ranks);
   }
 
+  bool has_drafted() const { return drafter || was_only_root; }
+
   // Drop the drafting state of home ranks.
   void forget_drafts() {
     drafter.reset();
+    table.reset();
     window.reset();
     probabilities.clear();
     was_only_root = false;
@@ -136,15 +147,19 @@ class SequenceState {
     return !drafter && request.nodes < 1 && !request.window && is_plain_;
   }
 
-  // As `advance` of a tree that is such a root, on a single rank.
-  void advance_root(int32_t next) {
-    int64_t before = tokens.size();
-    if (next >= 0) {
-      tokens.push_back(next);
-      committed_.add(static_cast<uint64_t>(next));
-    }
-    is_suspect = next == kNotANumber;
-    if (!is_suspect) num_computed_tokens[0] = std::min<int64_t>(before, tokens.size() - 1);
+  // As `advance` without a drafter, of a tree that only rank `home` has evaluated; true if the sequence may end.
+  bool advance_lone(const LoneTree& tree, int64_t home) {
+    size_t before = tokens.size();
+    auto emit = [&](int32_t token) {
+      tokens.push_back(token);
+      committed_.add(static_cast<uint64_t>(token));
+    };
+    int32_t bonus = tree.next(tree.follow([&](int32_t node) { emit(tree.token(node)); }));
+    int64_t held = tokens.size();
+    if (bonus >= 0) emit(bonus);
+    is_suspect = bonus == kNotANumber;
+    if (!tree.has_nan()) num_computed_tokens[home] = std::min<int64_t>(held, tokens.size() - 1);
+    return bonus < 0 || may_end(tokens.size() - before);
   }
 
   Draft build(int64_t max_depth, DraftRequest request) {
@@ -168,6 +183,7 @@ class SequenceState {
 
   // A digest of the tree that is about to be evaluated and all before it; only ranks that have drafted it know it.
   uint64_t tree_digest(const TokenTree& tree) {
+    if (is_plain_) return digest();
     if (!drafter) begin_drafting();
     drafted_.update(tree.tokens);
     drafted_.update(tree.parents);
@@ -190,14 +206,14 @@ class SequenceState {
     }
     committed_.update(emitted);
     is_suspect = bonus == kNotANumber;
-    if (table && result.k) {
-      for (int32_t token : tree.tokens) table->prefetch(token);
-      for (int node = 0; node < tree.size(); node++) {
-        size_t at = static_cast<size_t>(node) * result.k;
-        table->update(tree.tokens[node], &result.candidates[at], &result.scores[at], result.k);
-      }
-    }
     if (drafter) {
+      if (table && result.k) {
+        for (int32_t token : tree.tokens) table->prefetch(token);
+        for (int node = 0; node < tree.size(); node++) {
+          size_t at = static_cast<size_t>(node) * result.k;
+          table->update(tree.tokens[node], &result.candidates[at], &result.scores[at], result.k);
+        }
+      }
       learn(tree, path, result, emitted);
       drafter->head = std::move(head);
       if (drafter->head.is_copy) acceptance.pause = 0;  // passes were made for the next tree
@@ -218,6 +234,11 @@ class SequenceState {
     for (const char* at = reinterpret_cast<const char*>(this); at < end; at += 64) __builtin_prefetch(at, 1);
   }
 
+  void prefetch_counts() const {
+    __builtin_prefetch(counts.drafted.data(), 1);
+    __builtin_prefetch(counts.accepted.data(), 1);
+  }
+
   void prefetch_tokens() const {
     __builtin_prefetch(tokens.data() + tokens.size() - 1, 1);
     __builtin_prefetch(num_computed_tokens.data(), 1);
@@ -226,12 +247,13 @@ class SequenceState {
  private:
   Draft plain_draft(DraftRequest request) {
     window.reset();
-    probabilities.assign(1, 1.0);
-    return {std::make_shared<TokenTree>(tokens.back()), probabilities, 1, std::move(request.trusts)};
+    was_only_root = true;
+    return {std::make_shared<TokenTree>(tokens.back()), last_probabilities(), 1, std::move(request.trusts)};
   }
 
   // Make the drafter from the tokens, as all home ranks do before the same step.
   void begin_drafting() {
+    if (sizes_.num_recycled) table = std::make_shared<CandidateTable>();
     int64_t guesses = sizes_.window_size ? sizes_.guess_set_size : 0;
     drafter = std::make_shared<Drafter>(sizes_.trie_nodes, sizes_.branch_length, sizes_.trie_capacity, guesses,
                                         sizes_.ngram_size, shared_, table, seed_, prediction_, num_prompt_);

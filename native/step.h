@@ -26,38 +26,40 @@ class Concluded {
   std::vector<int64_t> ending, grown, with_nan;  // those that may end, that have reached `care_at`, that met NaN
 
   Concluded(Concluded&&) = default;
-  explicit Concluded(size_t count) : all_(count), roots_(count, kNoRoot), nexts_(count) { states_.reserve(count); }
+  Concluded(size_t count, size_t num_ranks) : all_(count), lone_(count), num_ranks_(num_ranks) { states_.reserve(count); }
 
   size_t size() const { return all_.size(); }
 
   const Conclusion& at(size_t i) {
-    if (!all_[i]) {
-      bool may_end = std::binary_search(ending.begin(), ending.end(), static_cast<int64_t>(i));
-      int32_t next = nexts_[i];
-      Tokens emitted = next >= 0 ? Tokens{next} : Tokens{};
-      std::optional<int32_t> failure;
-      if (next < 0) failure = next;
-      all_[i].reset(new Conclusion{std::make_shared<TokenTree>(roots_[i]), of_roots_, {next}, {0}, std::move(emitted),
-                                   next == kNotANumber, failure, may_end});
-    }
+    if (!all_[i]) all_[i] = std::make_unique<Conclusion>(conclude_lone(i));
     return *all_[i];
   }
 
   void put(size_t i, Conclusion&& each) { all_[i] = std::make_unique<Conclusion>(std::move(each)); }
 
-  // A tree that is a root without a drafter: its conclusion is made where one asks for it.
-  void put_root(size_t i, int32_t root, int32_t next, const std::shared_ptr<std::vector<Shard>>& shards) {
-    roots_[i] = root;
-    nexts_[i] = next;
-    of_roots_ = shards;
+  // A tree of rank `home` alone, whose conclusion is made where one asks for it.
+  void put_lone(size_t i, int64_t home, const int32_t (&root)[LoneTree::kWords]) {
+    lone_[i] = {home, words_.size(), 1};
+    words_.insert(words_.end(), std::begin(root), std::end(root));
   }
 
-  // Note what the next sequence needs, in order.
-  void note(SequenceState* state) {
+  // As `put_lone`, of what the rank has sent; false if it has to be read in full.
+  bool read_lone(size_t i, const Payloads& all, int64_t home, int64_t place) {
+    size_t begin = words_.size();
+    if (!read_lone_tree(all, home, place, words_)) return false;
+    lone_[i] = {home, begin, static_cast<int32_t>((words_.size() - begin) / LoneTree::kWords)};
+    return true;
+  }
+
+  bool is_lone(size_t i) const { return lone_[i].count; }
+  int64_t home_of(size_t i) const { return lone_[i].home; }
+  LoneTree lone(size_t i) const { return {words_.data() + lone_[i].begin, lone_[i].count}; }
+
+  // Note what the next sequence needs, in order; `ends` says it of a lone tree.
+  void note(SequenceState* state, bool ends, bool is_mine) {
     size_t i = states_.size();
-    bool has_nan = all_[i] ? all_[i]->has_nan : nexts_[i] == kNotANumber;
-    bool ends = all_[i] ? all_[i]->may_end : nexts_[i] < 0 || state->may_end(1);
-    if (ends) ending.push_back(i);
+    bool has_nan = is_lone(i) ? is_mine && lone(i).has_nan() : all_[i]->has_nan;
+    if (is_lone(i) ? ends : all_[i]->may_end) ending.push_back(i);
     if (static_cast<int64_t>(state->tokens.size()) >= state->care_at) grown.push_back(i);
     if (has_nan) with_nan.push_back(i);
     states_.push_back(state);
@@ -65,19 +67,52 @@ class Concluded {
 
   // Count the step in each of its states, once.
   void publish() {
+    Tokens depths;
     for (size_t i = 0; i < states_.size(); i++) {
-      if (all_[i])
-        states_[i]->counts.add(*all_[i]->tree, all_[i]->path, all_[i]->emitted.size());
+      if (i + 4 < states_.size()) states_[i + 4]->prefetch_counts();
+      if (is_lone(i))
+        states_[i]->counts.add(lone(i), depths);
       else
-        states_[i]->counts.add_root(nexts_[i] >= 0);
+        states_[i]->counts.add(*all_[i]->tree, all_[i]->path, all_[i]->emitted.size());
     }
     states_.clear();
   }
 
  private:
+  struct Place {
+    int64_t home = 0;
+    size_t begin = 0;
+    int32_t count = 0;
+  };
+
+  Conclusion conclude_lone(size_t i) const {
+    const LoneTree known = lone(i);
+    auto tree = std::make_shared<TokenTree>(known.token(0));
+    Shard all{Tokens(known.count), {}};
+    std::iota(all.nodes.begin(), all.nodes.end(), 0);
+    all.owned = all.nodes;
+    Conclusion each{tree, std::make_shared<std::vector<Shard>>(num_ranks_), {}, {0}, {}, false, {}, false};
+    (*each.shards)[lone_[i].home] = std::move(all);
+    for (int32_t node = 0; node < known.count; node++) {
+      if (node) tree->add(known.parent(node), known.token(node), known.source(node));
+      each.next_tokens.push_back(known.next(node));
+    }
+    known.follow([&](int32_t node) {
+      each.path.push_back(node);
+      each.emitted.push_back(known.token(node));
+    });
+    int32_t bonus = known.next(each.path.back());
+    if (bonus >= 0) each.emitted.push_back(bonus);
+    if (bonus < 0) each.failure = bonus;
+    each.has_nan = std::binary_search(with_nan.begin(), with_nan.end(), static_cast<int64_t>(i));
+    each.may_end = std::binary_search(ending.begin(), ending.end(), static_cast<int64_t>(i));
+    return each;
+  }
+
   std::vector<std::unique_ptr<Conclusion>> all_;
-  Tokens roots_, nexts_;  // of roots: their tokens, and the next ones
-  std::shared_ptr<std::vector<Shard>> of_roots_;
+  std::vector<Place> lone_;
+  Tokens words_;  // of lone trees
+  size_t num_ranks_;
   std::vector<SequenceState*> states_;
 };
 
@@ -92,8 +127,7 @@ struct Columns {
   }
 };
 
-// What a step evaluates of its sequences. Trees and shards are null where only other ranks serve the sequence and draft
-// its tree; once concluded, all are there.
+// What a step evaluates of its sequences. Trees and shards are null where only other ranks serve the sequence.
 class StepDraft {
  public:
   std::vector<SequenceState*> states;
@@ -103,7 +137,7 @@ class StepDraft {
   Served served;
   int64_t capacity;
   int32_t num_candidates = 0;
-  Tokens roots;  // on a single rank, of a tree that is a root without a drafter its token; its tree is made when asked for
+  Tokens roots;  // of a tree of this rank alone that is a root without a drafter its token; it is made when asked for
   std::vector<int64_t> num_entries;  // per rank, the tokens that it has evaluated; once concluded
 
   // Draft a tree per sequence that this rank serves, cut the trees to what pays, and split them over their home ranks.
@@ -111,7 +145,8 @@ class StepDraft {
             int32_t num_wanted, int threads)
       : states(std::move(those)), trees(states.size()), shards(states.size()), rank(mine), served(std::move(rows)),
         capacity(max_owned), roots(states.size(), kNoRoot), num_threads_(threads) {
-    if (served.size() == 1) of_roots_ = std::make_shared<std::vector<Shard>>(1, Shard{{0}, {0}});
+    of_roots_ = std::make_shared<std::vector<Shard>>(served.size());
+    (*of_roots_)[rank] = {{0}, {0}};
     for (const auto& [homes, members] : groups()) {
       draft_group(homes, members, budgets.of(homes));
       for (size_t i : members) shards[i] = shards_of(i);
@@ -139,8 +174,7 @@ class StepDraft {
       all.update(*digests);
       for (size_t i = 0; i < tree_digests.size(); i++) {
         int64_t index = own_trees()[i];
-        tree_digests[i] = states[index]->tree_digest(tree(index));  // which makes a drafter, that learns from the step
-        roots[index] = kNoRoot;
+        tree_digests[i] = roots[index] != kNoRoot ? states[index]->digest() : states[index]->tree_digest(*trees[index]);
       }
     }
     return pack_header(all.value, num_command_bytes, num_candidates, tree_digests, num_owned);
@@ -159,7 +193,7 @@ class StepDraft {
         from = std::lower_bound(from, shard.nodes.end(), shard.owned[place]);
         found.add(start + (from - shard.nodes.begin()),
                   static_cast<int64_t>(row) * capacity + static_cast<int64_t>(place),
-                  node_word(tree(index), shard.owned[place]));
+                  roots[index] != kNoRoot ? int64_t{roots[index]} << 32 : node_word(*trees[index], shard.owned[place]));
       }
       start += static_cast<int64_t>(shard.nodes.size());
     }
@@ -174,33 +208,42 @@ class StepDraft {
     if (!drafting.empty() && static_cast<int64_t>(states.size()) > payloads.num_trees())
       throw std::invalid_argument("the payloads do not hold the drafts of all trees");
     Payloads all = payloads.authoritative(served.size());
-    std::vector<int64_t> all_places(states.size() * served.size(), 0);
-    for (size_t each = 0; each < served.size(); each++)
-      for (size_t place = 0; place < served[each].size(); place++)
-        all_places[served[each][place] * served.size() + each] = place;
+    std::vector<int64_t> all_places(states.size() * served.size(), 0), homes(states.size(), -1);
+    for (size_t each = 0; each < served.size(); each++) {
+      for (size_t place = 0; place < served[each].size(); place++) {
+        int64_t i = served[each][place];
+        all_places[i * served.size() + each] = place;
+        homes[i] = homes[i] == -1 ? static_cast<int64_t>(each) : kSeveral;
+      }
+    }
     std::vector<Tokens> kept(states.size());
-    Concluded concluded(states.size());
-    num_entries.assign(served.size(), 0);
+    Concluded concluded(states.size(), served.size());
     std::vector<char> is_mine(states.size(), 1);
     std::vector<size_t> with_trees;
     for (size_t i = 0; i < states.size(); i++) {
-      SequenceState& state = *states[i];
-      prefetch_after(i);
+      const int64_t* those = all_places.data() + i * served.size();
       if (roots[i] != kNoRoot) {
-        num_entries[0] += state.num_above(0) + 1;
-        int32_t next = all.node(0, all_places[i], 0)[0];
-        state.advance_root(next);
-        concluded.put_root(i, roots[i], next, of_roots_);
+        concluded.put_lone(i, rank, {0, roots[i], all.node(rank, those[rank], 0)[0]});
         continue;
       }
-      with_trees.push_back(i);
       is_mine[i] = trees[i] != nullptr;
-      if (!is_mine[i]) {
-        std::vector<int64_t> places(all_places.begin() + i * served.size(), all_places.begin() + (i + 1) * served.size());
-        auto [tree, split] = read_tree(all, state.homes(), places);
-        trees[i] = std::move(tree);
-        shards[i] = std::make_shared<std::vector<Shard>>(std::move(split));
-        state.forget_drafts();
+      if (!is_mine[i] && homes[i] >= 0 && concluded.read_lone(i, all, homes[i], those[homes[i]])) continue;
+      with_trees.push_back(i);
+      if (is_mine[i]) continue;
+      auto [tree, split] = read_tree(all, states[i]->homes(), std::vector<int64_t>(those, those + served.size()));
+      trees[i] = std::move(tree);
+      shards[i] = std::make_shared<std::vector<Shard>>(std::move(split));
+    }
+    num_entries.assign(served.size(), 0);  // from here on nothing is refused
+    std::vector<char> may_end(states.size(), 0);
+    for (size_t i = 0; i < states.size(); i++) {
+      SequenceState& state = *states[i];
+      prefetch_after(i);
+      if (!is_mine[i] && state.has_drafted()) state.forget_drafts();
+      if (concluded.is_lone(i)) {
+        num_entries[concluded.home_of(i)] += state.num_above(concluded.home_of(i)) + concluded.lone(i).count;
+        may_end[i] = state.advance_lone(concluded.lone(i), concluded.home_of(i));
+        continue;
       }
       for (int64_t home : state.homes())
         num_entries[home] += state.num_above(home) + static_cast<int64_t>((*shards[i])[home].nodes.size());
@@ -209,7 +252,7 @@ class StepDraft {
       size_t i = with_trees[each];
       concluded.put(i, conclude_tree(i, is_mine[i], all, all_places.data() + i * served.size(), drafting, kept[i]));
     });
-    for (SequenceState* state : states) concluded.note(state);
+    for (size_t i = 0; i < states.size(); i++) concluded.note(states[i], may_end[i], is_mine[i]);
     for (const auto& [homes, members] : groups())
       if (Budget& budget = budgets.of(homes); !budget.is_fixed()) observe_group(members, concluded, budget);
     for (size_t row = 0; row < own_trees().size(); row++) {
@@ -221,7 +264,7 @@ class StepDraft {
   }
 
  private:
-  std::shared_ptr<std::vector<Shard>> of_roots_;  // on a single rank
+  std::shared_ptr<std::vector<Shard>> of_roots_;  // of this rank alone
   int num_threads_;
 
   // Accept a path of one tree and advance its state; `kept` gets the row's entries whose K/V stays.
@@ -269,7 +312,7 @@ class StepDraft {
     return num_nodes >= kManyNodes ? num_threads_ : 1;
   }
 
-  static constexpr int64_t kManyNodes = 256;
+  static constexpr int64_t kManyNodes = 256, kSeveral = -2;
 
   using Group = std::pair<Homes, std::vector<size_t>>;
 
@@ -303,7 +346,7 @@ class StepDraft {
       size_t i = members[place];
       prefetch_after(i);
       if (budget.is_fixed()) requests[place] = budget.request(states[i]->acceptance);
-      if (budget.is_fixed() && served.size() == 1 && states[i]->is_only_root(requests[place])) {
+      if (budget.is_fixed() && homes.size() == 1 && states[i]->is_only_root(requests[place])) {
         roots[i] = states[i]->tokens.back();
         states[i]->was_only_root = true;
         continue;
@@ -356,9 +399,9 @@ class StepDraft {
     return most;
   }
 
-  // The shards of a tree; on a single rank all trees of one node have the same.
+  // The shards of a tree; all roots of this rank alone have the same.
   std::shared_ptr<std::vector<Shard>> shards_of(size_t i) const {
-    if (of_roots_ && (!trees[i] || trees[i]->size() == 1)) return of_roots_;
+    if (!trees[i] || (served.size() == 1 && trees[i]->size() == 1)) return of_roots_;
     return std::make_shared<std::vector<Shard>>(split(*states[i], *trees[i]));
   }
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "accept.h"
 #include "heads.h"
 #include "partition.h"
 
@@ -19,6 +20,38 @@ struct TreeResult {
   Tokens next_tokens, candidates;
   std::vector<uint8_t> scores;
   int k = 0;
+};
+
+// A tree that one rank alone has evaluated: per node the word of its number, its parent's and its source, its token, and
+// the next token. Children come after their parents.
+struct LoneTree {
+  static constexpr int kWords = 3;
+  const int32_t* words;
+  int32_t count;
+
+  int32_t parent(int32_t node) const { return words[kWords * node] >> constants.node_bits & ((1 << constants.node_bits) - 1); }
+  uint8_t source(int32_t node) const { return words[kWords * node] >> 2 * constants.node_bits & 0xF; }
+  int32_t token(int32_t node) const { return words[kWords * node + 1]; }
+  int32_t next(int32_t node) const { return words[kWords * node + 2]; }
+
+  bool has_nan() const {
+    for (int32_t node = 0; node < count; node++)
+      if (next(node) == kNotANumber) return true;
+    return false;
+  }
+
+  // Calls `visit` with each node of the accepted path below the root (see `accept`); returns the path's last node.
+  template <typename Visit>
+  int32_t follow(const Visit& visit) const {
+    int32_t last = 0;
+    for (int32_t node = 1; node < count && next(last) >= 0; node++) {
+      if (parent(node) != last || token(node) != next(last)) continue;
+      if (next(node) < kProcessorFailed) break;
+      visit(node);
+      last = node;
+    }
+    return last;
+  }
 };
 
 inline int result_words(int k) { return 1 + k + (k + 3) / 4; }
@@ -111,6 +144,27 @@ inline int64_t node_word(const TokenTree& tree, int node) {
   int bits = constants.node_bits;
   int64_t parent = std::max(0, tree.parents[node]), source = tree.sources[node];
   return static_cast<int64_t>(tree.tokens[node]) << 32 | source << 2 * bits | parent << bits | node;
+}
+
+// Append the words of a LoneTree; false and nothing if its nodes are not in the order of their numbers, or no tree.
+inline bool read_lone_tree(const Payloads& all, int64_t home, int64_t place, Tokens& words) {
+  int64_t count = all.num_owned(home, place);
+  if (count < 1 || count > all.capacity) return false;
+  const int bits = constants.node_bits, mask = (1 << bits) - 1;
+  size_t begin = words.size();
+  words.resize(begin + LoneTree::kWords * count);
+  int32_t* to = words.data() + begin;
+  for (int32_t node = 0; node < count; node++, to += LoneTree::kWords) {
+    const int32_t *result = all.node(home, place, node), *row = result + all.width - constants.num_node_words;
+    if ((row[0] & mask) != node || (node && (row[0] >> bits & mask) >= node)) {
+      words.resize(begin);
+      return false;
+    }
+    to[0] = row[0];
+    to[1] = row[1];
+    to[2] = result[0];
+  }
+  return true;
 }
 
 // The tree that `homes` evaluated, and its shards, from the words of the nodes that each of them owns.

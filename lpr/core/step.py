@@ -78,7 +78,7 @@ class StepDraft:
     served: wire.Served  # per rank, the trees that it evaluates, in the order of its rows
     capacity: int  # most nodes of a tree that a rank may own
     trees: list[TokenTree | None]
-    """None if only other ranks serve the sequence and draft its tree; `conclude` fills these in."""
+    """None if only other ranks serve the sequence and draft its tree (see Conclusion)."""
     shards: list[list[Shard] | None]  # per tree, each rank's part of it; None as for `trees`
     num_candidates: int = 0
     """Candidates per node: 0 if no tree has a draft, because computing them slows plain decoding by 4 %."""
@@ -182,7 +182,6 @@ class StepDraft:
                 counts[rank] = int(wire.tree_header(payloads[rank], places[rank])[2])
             words = tables[..., -wire.NUM_NODE_WORDS :]
             tree, shards = wire.read_tree(words, homes, places, counts, len(self.served))
-            self.trees[index], self.shards[index] = tree, shards
             self.states[index].forget_drafts()
         k = min(wire.num_candidates(payloads[rank]) for rank in homes)
         return tree, shards, wire.read_result(tables, places, shards, k)

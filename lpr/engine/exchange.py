@@ -66,17 +66,16 @@ class Gathered:
         """Each replica's guesses, int32 [replicas, trees, words] (lpr.core.heads)."""
         return wire.blocks_of(self.of_replicas, self.draft.capacity, self.width, self.num_guesses)
 
-    def logprobs(self) -> list[list[TokenLogprobs]] | None:
-        """Every node's log-probabilities per tree, once `draft` is concluded; None if no request asks for any."""
+    def logprobs(self, concluded: Concluded) -> list[list[TokenLogprobs]] | None:
+        """Every node's log-probabilities per tree of a concluded step; None if no request asks for any."""
         if self.num_logprobs is None:
             return None
         draft, payloads = self.draft, self.of_replicas
         tables = wire.tables_of(payloads, draft.capacity, self.width, self.num_guesses)
         found: list[list[TokenLogprobs]] = []
-        for index, shards in enumerate(draft.shards):
-            assert shards is not None, "concluded"
+        for index, each in enumerate(concluded):
             places = wire.places_of(index, draft.served)
-            found.append(wire.read_logprobs(payloads, tables, places, shards, self.num_logprobs))
+            found.append(wire.read_logprobs(payloads, tables, places, each.shards, self.num_logprobs))
         return found
 
 
@@ -198,13 +197,18 @@ class Exchange:
             self._on_host[: len(header)] = header
         else:
             copy_over(payload[: len(header)], header)
-        by_numpy = local is not None and table is not None and self.comm.size == 1 and not self.carries_trees
+        by_numpy = local is not None and table is not None
         if words is not None and places is None and not by_numpy:
             places = to_device(words, payload.device)
         if self.comm.drafting:
             payload[wire.TIME_WORD] = min(int((time.perf_counter() - self._began) * 1e6), 2**31 - 1)
         if local is not None and table is not None and by_numpy:  # in a fraction of torch's time
-            table[words[1] if words is not None else slice(len(local)), : local.shape[1]] = local.numpy()
+            results = local.numpy()
+            table[words[1] if words is not None else slice(len(local)), : local.shape[1]] = (
+                results if words is None or self.comm.size == 1 else results[words[0]]
+            )
+            if words is not None and self.carries_trees:
+                table[words[1], -wire.NUM_NODE_WORDS :] = words[2, :, None].view(np.int32)
         elif local is not None:
             self._place(local, places, payload[first:end].view(-1, width))
         if num_guesses:

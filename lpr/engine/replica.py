@@ -172,9 +172,8 @@ class Replica(StepHooks):
             request, computed = admitted
             request.state = self.new_state(request, computed)
         schedule = self.scheduler.schedule()
-        if self.comm.size == 1:
-            for request in self.scheduler.looked_at:
-                request.running.care_at = self.scheduler.care_at(request)
+        for request in self.scheduler.looked_at:
+            request.running.care_at = self.scheduler.care_at(request)
         for request in schedule.preempted:
             request.collect()
             request.state = None
@@ -261,8 +260,7 @@ class Replica(StepHooks):
         self.advanced += batch
         if batch:
             self.hooks.end_step(batch, outcomes, (request.chunks[-1] for request in batch))
-        is_alone = self.comm.size == 1 and len(batch) == len(self.scheduler.running)
-        self.scheduler.end_step([batch[index] for index in outcomes.concluded.grown] if is_alone else None)
+        self.scheduler.end_step([batch[index] for index in outcomes.concluded.grown])
         for request in ended:
             self._release(request)
             del self.requests.open[request.id]

@@ -69,7 +69,7 @@ def decode_step(
         advance_states(model, rows, [(plan.decoding[i], concluded[i]) for i in draft.mine], fills, draft.rank)
     for request, counts in plan.filling:
         count_filled(request, counts)
-    outcomes = Outcomes(concluded, draft.num_entries, gathered.logprobs(), plan.batch.one_by_one)
+    outcomes = Outcomes(concluded, draft.num_entries, gathered.logprobs(concluded), plan.batch.one_by_one)
     hooks.end_phase("commit")
     return StepResult(outcomes, gathered.num_command_bytes)
 

@@ -20,6 +20,11 @@ from lpr.sched.prefix_tree import Node
 from lpr.sched.state_snapshots import Snapshots, border
 
 
+GROWTH = 4
+"""Pages that a request takes at once, and by which its known pages grow while it decodes: every rank looks at every
+request that grows, also at those of other ranks."""
+
+
 @dataclass(eq=False)
 class Table:
     """The pages of one running request."""
@@ -175,6 +180,8 @@ class RankPages(Generic[R]):
             return False
         if missing <= 0:
             return True
+        if 2 * (self.pool.num_held + missing + GROWTH) < self.pool.num_pages:  # there are enough for all
+            missing = min(missing + GROWTH - 1, max(missing, self.num_pages(num_tokens + request.num_left) - len(table.pages)))
         self._changed.add(request.slots[self.rank])
         if not table.room and not (table.pages and self.pool.is_free(table.pages[-1] + 1)):
             longest = num_tokens + request.num_left

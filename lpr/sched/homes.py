@@ -92,6 +92,17 @@ def base_ranks(requests: Sequence[Candidate], num_ranks: int) -> list[int]:
     return bases
 
 
+def is_even(loads: Sequence[int]) -> bool:
+    """True if `choose` leaves requests where they are, each on one rank, of which there are so many on each rank."""
+    return 0 < min(loads) >= max(loads) - 1
+
+
+def place_one(request: Candidate, loads: Sequence[int]) -> int | None:
+    """As `choose` for a new request behind others, each on one rank; None if others may have to move."""
+    rank = min(_preferred(request, loads), key=lambda rank: (loads[rank], rank))
+    return rank if is_even([load + (each == rank) for each, load in enumerate(loads)]) else None
+
+
 def _preferred(request: Candidate, loads: Sequence[int]) -> list[int]:
     """The ranks for a new request: the least loaded ones, or those with one request more that lack half the tokens.
 

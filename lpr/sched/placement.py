@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from functools import cache, partial
 from typing import Generic
 
-from lpr.sched.block_tables import RankPages
-from lpr.sched.homes import Candidate, choose
+from lpr.sched.block_tables import GROWTH, RankPages
+from lpr.sched.homes import Candidate, choose, is_even, place_one
 from lpr.sched.limits import Limits, R, Schedulable
 from lpr.sched.page_moves import PageMove
 from lpr.sched.page_pool import PagePool
@@ -37,6 +37,7 @@ class Placement(Generic[R]):
         self._num_admitted = 0
         self._until_review = 0
         self._is_final = True  # True if the home ranks of all requests are the wanted ones
+        self._has_changed = False  # True if a running request has come to or left a rank
 
     def _empty(self) -> list[RankPages[R]]:
         limits = self.limits
@@ -95,6 +96,10 @@ class Placement(Generic[R]):
     def plan(self, request: R) -> tuple[list[int], list[list[int]]]:
         """The home ranks for a request to admit, and the wanted home ranks of the running requests after that."""
         request.slots, request.homes = [-1] * self.limits.num_ranks, []
+        if self._is_final and self.limits.is_elastic and self.is_lone:
+            rank = place_one(self._candidate(request, self.limits.serving), self._loads)
+            if rank is not None:
+                return [self.limits.serving[rank]], self.wanted
         *wanted, own = self._choose([*self.running, request])
         return own, wanted
 
@@ -107,8 +112,9 @@ class Placement(Generic[R]):
 
         Returns the leading tokens whose K/V each rank holds in its pages; None if no rank has room.
         """
-        self._want(wanted)
-        self.leave()
+        if is_new := wanted is not self.wanted:
+            self._want(wanted)
+            self.leave()
         own = [rank for rank in own if self._pages[rank].has_room(request, self.limits.num_ahead)]
         if not own or (len(own) < self.limits.num_serving and not self.limits.is_elastic):
             return None
@@ -123,7 +129,10 @@ class Placement(Generic[R]):
         self.running.append(request)
         self._num_admitted += 1
         request.admission = self._num_admitted
-        self._want([*wanted, own])
+        self.wanted.append(own)
+        self._is_final = self._is_final and request.homes == own
+        if is_new:
+            self._settle()
         self._sign(*request.homes, -1, *computed)
         return computed
 
@@ -192,6 +201,11 @@ class Placement(Generic[R]):
         for pages in self._pages:
             pages.forget()
 
+    def take_changed(self) -> bool:
+        """True if a request has come to or left a rank since the last call, but for the last admitted ones."""
+        changed, self._has_changed = self._has_changed, False
+        return changed
+
     def update(self) -> None:
         """Review the home ranks if it is time, and let ranks join and leave when that is cheap.
 
@@ -200,7 +214,8 @@ class Placement(Generic[R]):
         self._until_review -= 1
         if self._until_review < 0:
             self._until_review = REVIEW_EVERY
-            self._want(self._choose(self.running))
+            if not (self._is_final and self.is_lone and is_even(self._loads)):
+                self._want(self._choose(self.running))
         if self._is_final:
             return
         self.leave()
@@ -208,27 +223,45 @@ class Placement(Generic[R]):
             for rank in wanted:
                 if request.slots[rank] < 0 and self._pages[rank].has_room(request, self.limits.num_ahead):
                     _count(request, rank, self._enter(request, rank))
+                    self._has_changed = True
             lacking = [len(request.tokens) - 1 - held for held in request.num_computed_tokens]
             able = [rank for rank in wanted if request.slots[rank] >= 0 and lacking[rank] <= self.limits.cheap]
             if not set(able) <= set(request.homes):
                 request.homes = sorted({*request.homes, *able})
                 self._sign(*request.homes)
+                self._has_changed = True
         self.leave()
+        self._settle()
+
+    def _settle(self) -> None:
         self._is_final = all([each.homes == wanted for each, wanted in zip(self.running, self.wanted, strict=True)])
+
+    @property
+    def is_lone(self) -> bool:
+        """True if each running request is on one rank."""
+        return sum(self._loads) == len(self.running)
+
+    @property
+    def _loads(self) -> list[int]:
+        """Requests on each rank that serves any."""
+        return [len(self._pages[rank].running) for rank in self.limits.serving]
 
     def _choose(self, requests: Sequence[R]) -> list[list[int]]:
         limits = self.limits
         if not limits.is_elastic:
             return [limits.serving for _ in requests]
-        candidates, serving = [], limits.serving
-        for request in requests:
-            lacking = cache(partial(self._lacking, request, serving))
-            factor = (lambda width: math.inf) if limits.speedup is None else partial(limits.speedup, request)
-            late = (lambda width: False) if limits.targets is None else partial(limits.targets.is_late, request)
-            homes = [serving.index(rank) for rank in request.homes]
-            candidates.append(Candidate(homes, lacking, request.num_left, factor, late))
+        serving = limits.serving
+        candidates = [self._candidate(request, serving) for request in requests]
         chosen = choose(candidates, len(serving), limits.most_homes)
         return [[serving[place] for place in each] for each in chosen]
+
+    def _candidate(self, request: R, serving: Sequence[int]) -> Candidate:
+        limits = self.limits
+        lacking = cache(partial(self._lacking, request, serving))
+        factor = (lambda width: math.inf) if limits.speedup is None else partial(limits.speedup, request)
+        late = (lambda width: False) if limits.targets is None else partial(limits.targets.is_late, request)
+        homes = [serving.index(rank) for rank in request.homes]
+        return Candidate(homes, lacking, request.num_left, factor, late)
 
     def _lacking(self, request: R, serving: Sequence[int], place: int) -> int:
         return len(request.tokens) - 1 - self._pages[serving[place]].held(request)
@@ -253,6 +286,7 @@ class Placement(Generic[R]):
 
     def _leave(self, request: R, rank: int) -> None:
         self._pages[rank].leave(request)
+        self._has_changed = True
         _count(request, rank, 0)
         request.homes = [home for home in request.homes if home != rank]
         self._sign(rank, *request.homes)
@@ -304,15 +338,16 @@ class Placement(Generic[R]):
         return True
 
     def room(self, request: R) -> int:
-        """Number of cache rows of a request's pages; for a single rank."""
-        return len(self._pages[0].table(request).pages) * self.limits.page_size
+        """Number of cache rows of a request's pages on its first home rank."""
+        return len(self._pages[request.homes[0]].table(request).pages) * self.limits.page_size
 
     def register(self, requests: Sequence[R]) -> None:
-        """Add the full pages of `requests` to the prefix trees."""
+        """Add the full pages of `requests` to the prefix trees, of their outputs GROWTH at a time."""
+        size = GROWTH * self.limits.page_size
         for request in requests:
             for pages, slot, num_computed in zip(self._pages, request.slots, request.num_computed_tokens, strict=True):
                 if slot >= 0:
-                    pages.register(request, num_computed)
+                    pages.register(request, min(num_computed, max(request.num_prompt, num_computed // size * size)))
 
     def _sign(self, *words: int) -> None:
         data = array("q", [*words, len(words)]).tobytes() + self.digest.to_bytes(8, "little")

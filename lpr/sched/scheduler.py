@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
+from lpr.sched.block_tables import GROWTH
 from lpr.sched.limits import SHORTEST_CHUNK, Limits, R, Schedulable
 from lpr.sched.page_moves import PageMove
 from lpr.sched.placement import Placement
@@ -60,12 +61,14 @@ class Scheduler(Generic[R]):
         self.placement = Placement(limits)
         self.counts = CacheCounts()
         self._filled_last = False
-        self._steady: Schedule[R] | None = None
-        """The schedule to reuse while all running requests decode and none needs attention (see `care_at`)."""
+        self._last: Schedule[R] | None = None
+        """The last schedule, while all running requests decode and none has come or gone."""
+        self._unsettled: dict[int, R] = {}
+        """By admission, the running requests to look at in each step. The others decode, each on one rank."""
         self.looked_at: Sequence[R] = []
-        """The decoding requests whose pages the last schedule has checked; their `care_at` is to be updated."""
-        self._woken: Sequence[R] | None = None
-        """The requests that reached their `care_at` length in the last step; None: unknown, check all."""
+        """The requests that need no look before they are as long as `care_at`, from the last schedule on."""
+        self._woken: dict[int, R] | None = None
+        """By admission, further requests to look at in the next step (see `end_step`); None: all."""
 
     @property
     def running(self) -> list[R]:
@@ -97,7 +100,7 @@ class Scheduler(Generic[R]):
         num_arrivals: int,
     ) -> None:
         """Take over the requests of another rank's scheduler, in its order, and their pages per rank."""
-        self._steady = None
+        self._last = self._woken = None
         self.placement.resume(running, tables)
         self.waiting.resume(waiting, num_arrivals)
 
@@ -132,7 +135,7 @@ class Scheduler(Generic[R]):
         computed = self.placement.admit(request, own, wanted)
         if computed is None:
             return None
-        self._steady = None
+        self._last, self._unsettled[request.admission] = None, request
         self.waiting.remove(request)
         self.waiting.shares.begin(request)
         found = min(computed[rank] for rank in request.homes)
@@ -158,28 +161,28 @@ class Scheduler(Generic[R]):
         anyway, last. A prompt that ends in this step shares it with other prompts only as far as larger chunks are
         cheaper per token, because all of them get their first tokens at the step's end. Without padding, the last chunk
         of a chain is evaluated together with the first tree, and may exceed the room a little (see `rest`). A prompt
-        that shares a prefix with another one waits while the other computes it. While all requests decode and none
-        comes or goes, the last schedule is reused.
+        that shares a prefix with another one waits while the other computes it. Requests that decode, each on one rank,
+        are not looked at before they have filled pages; while there are no others, the last schedule is reused.
         """
-        limits = self.limits
-        if self._steady is not None and self._woken is not None and self._have_room(self._woken):
-            self.looked_at = self._woken
-            return self._steady
-        if limits.num_ranks > 1 and self.running:  # spare ranks may join requests
-            self.placement.update()
-        for request in self.running:
-            if request.num_pending - 1 > limits.longest_chain:
-                found = self.placement.follow(request)
-                request.num_cached_tokens += found
-                self.counts.hits += found
-        preempted = self._reserve()
-        room, spent = rooms(self.running, limits), [0] * limits.num_ranks
+        limits, looked_at, preempted = self.limits, self._to_look_at(), list[R]()
+        if looked_at is not None:
+            self._follow(looked_at)
+        if looked_at is None or not self._have_room(looked_at):
+            self._last, looked_at = None, self.running
+            self._follow(looked_at)
+            preempted = self._reserve()
+        if self._last is not None and not self._unsettled:
+            self._woken, self.looked_at = None, looked_at
+            return self._last
+        num_others = len(self.running) - len(looked_at)
+        room, spent = rooms(looked_at, limits, num_others), [0] * limits.num_ranks
         least = min(limits.prefill_chunk, max(SHORTEST_CHUNK, room[0])) // 2  # fewer cost more per token
         begun = set[tuple[int, Node, tuple[int, ...]]]()
         decoding: list[R] = []
         filling: list[Fill[R]] = []
-        pairs = zip(self.running, self.placement.wanted, strict=True)
-        for request, wanted in sorted(pairs, key=lambda pair: self._turn(pair[0])):
+        places = {request.admission: place for place, request in enumerate(self.running)}
+        for request in sorted(looked_at, key=self._turn):
+            wanted = self.placement.wanted[places[request.admission]]
             counts, most = [0] * limits.num_ranks, limits.prefill_chunk
             stop = border(request.num_prompt, limits.page_size) if limits.num_snapshots else 0
             # A chunk ends where a snapshot of the recurrent states is kept.
@@ -203,18 +206,38 @@ class Scheduler(Generic[R]):
                 fill(request, [rank for rank in wanted if rank not in request.homes], counts, room, most, stop)
             if any(counts):
                 filling.append((request, counts))
-        places = {request.admission: place for place, request in enumerate(self.running)}
-        decoding.sort(key=lambda request: places[request.admission])
+        settled = decoding if limits.targets is None else []
+        self.looked_at = [each for each in settled if len(each.slots) - each.slots.count(-1) == 1]
+        lone = {request.admission for request in self.looked_at}
+        self._unsettled = {each.admission: each for each in looked_at if each.admission not in lone}
+        if num_others:
+            away = self._unsettled.keys() - {request.admission for request in decoding}
+            decoding = [each for each in self.running if each.admission not in away]
+        else:
+            decoding.sort(key=lambda request: places[request.admission])
         filling.sort(key=lambda each: places[each[0].admission])
-        # `end_step` sets `_woken` again. If the step is aborted, the next schedule is computed in full.
-        self._steady, self._woken, self.looked_at = None, None, decoding
+        self._last = self._woken = None  # `end_step` sets it again. After an aborted step all are looked at.
         if filling and not limits.packed:
             schedule, self._filled_last = in_turn(decoding, filling, not self._filled_last)
             return Schedule(*schedule, preempted)
         self._filled_last = bool(filling)
-        is_steady = limits.num_ranks == 1 and limits.targets is None and len(decoding) == len(self.running)
-        self._steady = Schedule(decoding, []) if is_steady else None
+        self._last = Schedule(decoding, []) if not self._unsettled else None
         return Schedule(decoding, filling, preempted)
+
+    def _to_look_at(self) -> list[R] | None:
+        """The requests that may not just go on, after a review of home ranks; None: all."""
+        if self.limits.num_ranks > 1 and self.running:  # spare ranks may join requests
+            self.placement.update()
+        if self._woken is None or self.placement.take_changed():
+            return None
+        return list((self._unsettled | self._woken).values())
+
+    def _follow(self, requests: Sequence[R]) -> None:
+        for request in requests:
+            if request.num_pending - 1 > self.limits.longest_chain:
+                found = self.placement.follow(request)
+                request.num_cached_tokens += found
+                self.counts.hits += found
 
     def _have_room(self, requests: Sequence[R]) -> bool:
         """Reserve pages for the next step, in the order of `_reserve`; False if there are too few."""
@@ -222,12 +245,13 @@ class Scheduler(Generic[R]):
         return all(self.placement.reserve(each, self._wanted_rows(each)) is None for each in order)
 
     def care_at(self, request: R) -> int:
-        """The length at which a request on a single rank needs attention: a page is full, or a tree lacks pages.
+        """The length at which a request on one rank needs attention: pages are full, or a tree lacks pages.
 
         Shorter requests need not be passed to `end_step`.
         """
-        limits, num_computed = self.limits, request.num_computed_tokens[0]
-        full = (num_computed // limits.page_size + 1) * limits.page_size + 1  # the last one is not computed
+        limits, num_computed = self.limits, request.num_computed_tokens[request.homes[0]]
+        size = limits.page_size if num_computed < request.num_prompt else GROWTH * limits.page_size
+        full = (num_computed // size + 1) * size + 1  # the last one is not computed
         return min(full, self.placement.room(request) - limits.num_ahead + 1)
 
     def _turn(self, request: R) -> tuple[bool, int]:
@@ -268,23 +292,28 @@ class Scheduler(Generic[R]):
         return [min(length, computed + most) for computed in request.num_computed_tokens]
 
     def end_step(self, woken: Sequence[R] | None = None) -> None:
-        """Add newly computed pages to the prefix trees, for the requests `woken` (see `care_at`); default: all."""
-        self._woken = woken
-        self.placement.register(self.running if woken is None else woken)
+        """Add newly computed pages to the prefix trees.
+
+        `woken` are the decoded requests that are as long as their `care_at`; default: all.
+        """
+        self._woken = {request.admission: request for request in woken} if woken is not None else None
+        self.placement.register(
+            self.running if self._woken is None else list((self._unsettled | self._woken).values())
+        )
 
     def finish(self, request: R, keep: bool = True) -> None:
         """Remove a running request; with `keep`, its pages stay in the prefix cache."""
         self.waiting.shares.end(request)
         self.placement.remove(request, keep)
-        if self._steady is not None and self._woken is not None:
-            self._steady = Schedule([*self.running], [])
-            self._woken = [each for each in self._woken if each is not request]
+        self._last = None
+        for requests in (self._unsettled, self._woken or {}):
+            requests.pop(request.admission, None)
 
     def begin_anew(self, requests: Sequence[R]) -> None:
         """Reset the queue, the running requests and all pages; then queue `requests` by arrival."""
         shares, num_arrivals = self.waiting.shares, self.waiting.num_arrivals
         self.placement, self.waiting, self._filled_last = Placement(self.limits), Waiting(), False
-        self._steady = None
+        self._last, self._unsettled, self._woken = None, {}, None
         self.waiting.shares, self.waiting.num_arrivals = shares, num_arrivals
         for request in requests:
             self.waiting.add(request)
@@ -295,7 +324,7 @@ class Scheduler(Generic[R]):
         `drafting` are the draft-only ranks. Returns the requests whose home ranks are all lost, which wait again.
         """
         self.limits.drafting = drafting
-        self._filled_last, self._steady = False, None
+        self._filled_last, self._last, self._woken = False, None, None
         lost = self.placement.regroup(kept)
         self.waiting.put_back(lost)
         return lost
@@ -312,8 +341,8 @@ class Scheduler(Generic[R]):
         self.limits.targets.pass_step(loads, len(requests) // self.limits.num_serving, longest)
 
 
-def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
-    """Per rank, the tokens of long chains that it may compute in a step.
+def rooms(running: Sequence[R], limits: Limits[R], num_others: int = 0) -> list[int]:
+    """Per rank, the tokens of long chains that it may compute in a step; `num_others` further requests decode.
 
     A step lasts as long as its busiest rank. So if many requests decode, a rank computes at most an equal part of all
     long chains, or a chunk that takes hardly longer than decoding. It also computes no more than lets decoding requests
@@ -322,10 +351,10 @@ def rooms(running: Sequence[R], limits: Limits[R]) -> list[int]:
     most, targets = limits.prefill_chunk, limits.targets
     lacking = [len(each.tokens) - 1 - min(each.num_computed_tokens[rank] for rank in each.homes) for each in running]
     long = [count if count > limits.longest_chain else 0 for count in lacking]
-    if any(long) and not all(long):
+    if any(long) and (num_others or not all(long)):
         if limits.calm_chunk is not None:
             most = min(most, limits.calm_chunk())
-        if limits.is_elastic and long.count(0) > MANY:
+        if limits.is_elastic and long.count(0) + num_others > MANY:
             total = sum(count * len(request.homes) for count, request in zip(long, running, strict=True))
             most = min(most, max(limits.joining, total // limits.num_serving))
         if targets is not None:  # requests that decode on other ranks wait for the step too

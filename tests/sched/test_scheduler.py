@@ -39,6 +39,9 @@ class Fake(Scheduled):
     num_computed_tokens: list[int] = field(default_factory=lambda: [0] * NUM_RANKS)
     num_left: int = 1000
 
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
 
 SIZE = 3
 """Tokens of a page."""
