@@ -289,13 +289,15 @@ class TextStream:
 
     def extend(self, tokens: Sequence[int]) -> tuple[int, str | None]:
         """Push a step's tokens up to the one that ends the output; returns their number, and the reason as `push`."""
-        simple = not self._params.stop and self.num_tokens + len(tokens) < self._params.max_new_tokens
-        if simple and not self._is_closed and self.stop_ids.isdisjoint(tokens):
-            self.num_tokens += len(tokens)
+        simple = 0
+        if not self._params.stop and not self._is_closed:  # the tokens before the one that may end the output
+            simple = max(0, min(len(tokens), self._params.max_new_tokens - self.num_tokens - 1))
+            if not self.stop_ids.isdisjoint(tokens[:simple]):
+                simple = next(place for place, token in enumerate(tokens) if token in self.stop_ids)
+            self.num_tokens += simple
             if self._decoder:
-                self._unread.extend([(token, False, False) for token in tokens])
-            return len(tokens), None
-        for taken, token in enumerate(tokens, 1):
+                self._unread.extend([(token, False, False) for token in tokens[:simple]])
+        for taken, token in enumerate(tokens[simple:], simple + 1):
             reason = self.push(token)
             if reason is not None:
                 return taken, reason

@@ -181,7 +181,9 @@ class RankPages(Generic[R]):
         if missing <= 0:
             return True
         if 2 * (self.pool.num_held + missing + GROWTH) < self.pool.num_pages:  # there are enough for all
-            missing = min(missing + GROWTH - 1, max(missing, self.num_pages(num_tokens + request.num_left) - len(table.pages)))
+            size = GROWTH * self.pool.page_size
+            most = min(-(-num_tokens // size) * size, num_tokens + request.num_left)
+            missing = max(missing, self.num_pages(most) - len(table.pages))
         self._changed.add(request.slots[self.rank])
         if not table.room and not (table.pages and self.pool.is_free(table.pages[-1] + 1)):
             longest = num_tokens + request.num_left

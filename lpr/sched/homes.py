@@ -45,7 +45,7 @@ class Seen(Protocol):
         """Tree nodes evaluated, roots included."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Candidate:
     """A request, as the input of the choice of home ranks."""
 
@@ -83,7 +83,7 @@ def base_ranks(requests: Sequence[Candidate], num_ranks: int) -> list[int]:
         bases[index] = rank
         loads[rank] += 1
     for _ in requests:
-        if (move := _balance(requests, bases, loads)) is None:
+        if (move := _balance(requests.__getitem__, bases, loads)) is None:
             break
         index, rank = move
         loads[bases[index]] -= 1
@@ -92,15 +92,23 @@ def base_ranks(requests: Sequence[Candidate], num_ranks: int) -> list[int]:
     return bases
 
 
-def is_even(loads: Sequence[int]) -> bool:
-    """True if `choose` leaves requests where they are, each on one rank, of which there are so many on each rank."""
-    return 0 < min(loads) >= max(loads) - 1
+def stay(
+    bases: Sequence[int], new: Candidate | None, candidate: Callable[[int], Candidate], num_ranks: int
+) -> int | None:
+    """If `choose` leaves requests that run on one of `bases` each where they are: the rank of a new one behind them.
 
-
-def place_one(request: Candidate, loads: Sequence[int]) -> int | None:
-    """As `choose` for a new request behind others, each on one rank; None if others may have to move."""
-    rank = min(_preferred(request, loads), key=lambda rank: (loads[rank], rank))
-    return rank if is_even([load + (each == rank) for each, load in enumerate(loads)]) else None
+    0 without a new one, None if it may not leave them. `candidate` makes a request's candidate by its index, as few are
+    needed.
+    """
+    loads, rank = [bases.count(rank) for rank in range(num_ranks)], 0
+    if new is not None:
+        rank = min(_preferred(new, loads), key=lambda rank: (loads[rank], rank))
+        loads[rank] += 1
+    if not min(loads):
+        return None
+    known = [*bases, rank] if new is not None else bases
+    moved = _balance(lambda index: new if new is not None and index == len(bases) else candidate(index), known, loads)
+    return rank if moved is None else None
 
 
 def _preferred(request: Candidate, loads: Sequence[int]) -> list[int]:
@@ -116,14 +124,18 @@ def _preferred(request: Candidate, loads: Sequence[int]) -> list[int]:
     return [rank for rank, count in lacking.items() if count <= limit and loads[rank] <= most]
 
 
-def _balance(requests: Sequence[Candidate], bases: Sequence[int], loads: Sequence[int]) -> tuple[int, int] | None:
+def _balance(
+    candidate: Callable[[int], Candidate], bases: Sequence[int], loads: Sequence[int]
+) -> tuple[int, int] | None:
     """A request to move and its new rank, if one rank has at least two requests more than another and a move pays."""
     to = loads.index(min(loads))
+    if max(loads) - loads[to] < 2:
+        return None
     crowded = [index for index, rank in enumerate(bases) if loads[rank] - loads[to] >= 2]
-    movable = [index for index in crowded if is_worth_filling(requests[index], to)]
+    movable = [index for index in crowded if is_worth_filling(candidate(index), to)]
     if not movable:
         return None
-    return min(movable, key=lambda index: (-loads[bases[index]], requests[index].lacking(to), -index)), to
+    return min(movable, key=lambda index: (-loads[bases[index]], candidate(index).lacking(to), -index)), to
 
 
 def is_worth_filling(request: Candidate, rank: int) -> bool:

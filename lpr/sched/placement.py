@@ -8,14 +8,13 @@ Each rank has its own pages (lpr.sched.block_tables). Pure, and replicated on ev
 from __future__ import annotations
 
 import hashlib
-import math
 from array import array
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Generic
 
 from lpr.sched.block_tables import GROWTH, RankPages
-from lpr.sched.homes import Candidate, choose, is_even, place_one
+from lpr.sched.homes import Candidate, choose, stay
 from lpr.sched.limits import Limits, R, Schedulable
 from lpr.sched.page_moves import PageMove
 from lpr.sched.page_pool import PagePool
@@ -96,10 +95,8 @@ class Placement(Generic[R]):
     def plan(self, request: R) -> tuple[list[int], list[list[int]]]:
         """The home ranks for a request to admit, and the wanted home ranks of the running requests after that."""
         request.slots, request.homes = [-1] * self.limits.num_ranks, []
-        if self._is_final and self.limits.is_elastic and self.is_lone:
-            rank = place_one(self._candidate(request, self.limits.serving), self._loads)
-            if rank is not None:
-                return [self.limits.serving[rank]], self.wanted
+        if (rank := self._stay(request)) is not None:
+            return [self.limits.serving[rank]], self.wanted
         *wanted, own = self._choose([*self.running, request])
         return own, wanted
 
@@ -214,7 +211,7 @@ class Placement(Generic[R]):
         self._until_review -= 1
         if self._until_review < 0:
             self._until_review = REVIEW_EVERY
-            if not (self._is_final and self.is_lone and is_even(self._loads)):
+            if self._stay() is None:
                 self._want(self._choose(self.running))
         if self._is_final:
             return
@@ -236,15 +233,15 @@ class Placement(Generic[R]):
     def _settle(self) -> None:
         self._is_final = all([each.homes == wanted for each, wanted in zip(self.running, self.wanted, strict=True)])
 
-    @property
-    def is_lone(self) -> bool:
-        """True if each running request is on one rank."""
-        return sum(self._loads) == len(self.running)
-
-    @property
-    def _loads(self) -> list[int]:
-        """Requests on each rank that serves any."""
-        return [len(self._pages[rank].running) for rank in self.limits.serving]
+    def _stay(self, new: R | None = None) -> int | None:
+        """`stay` of requests that all have the one rank that they want; None without such."""
+        lone = len(self.running) == sum([len(pages.running) for pages in self._pages])
+        if not (self._is_final and self.limits.is_elastic and lone):
+            return None
+        serving = self.limits.serving
+        bases = [serving.index(rank) for rank, in self.wanted]
+        own = self._candidate(new, serving) if new is not None else None
+        return stay(bases, own, cache(lambda index: self._candidate(self.running[index], serving)), len(serving))
 
     def _choose(self, requests: Sequence[R]) -> list[list[int]]:
         limits = self.limits
@@ -256,15 +253,22 @@ class Placement(Generic[R]):
         return [[serving[place] for place in each] for each in chosen]
 
     def _candidate(self, request: R, serving: Sequence[int]) -> Candidate:
-        limits = self.limits
-        lacking = cache(partial(self._lacking, request, serving))
-        factor = (lambda width: math.inf) if limits.speedup is None else partial(limits.speedup, request)
-        late = (lambda width: False) if limits.targets is None else partial(limits.targets.is_late, request)
-        homes = [serving.index(rank) for rank in request.homes]
-        return Candidate(homes, lacking, request.num_left, factor, late)
+        limits, found = self.limits, dict[int, int]()
+        candidate = Candidate(
+            [serving.index(rank) for rank in request.homes],
+            partial(self._lacking, request, serving, found),
+            request.num_left,
+        )
+        if limits.speedup is not None:
+            candidate.speedup = partial(limits.speedup, request)
+        if limits.targets is not None:
+            candidate.is_late = partial(limits.targets.is_late, request)
+        return candidate
 
-    def _lacking(self, request: R, serving: Sequence[int], place: int) -> int:
-        return len(request.tokens) - 1 - self._pages[serving[place]].held(request)
+    def _lacking(self, request: R, serving: Sequence[int], found: dict[int, int], place: int) -> int:
+        if place not in found:
+            found[place] = len(request.tokens) - 1 - self._pages[serving[place]].held(request)
+        return found[place]
 
     def _want(self, wanted: Sequence[list[int]]) -> None:
         self.wanted = list(wanted)
@@ -343,11 +347,12 @@ class Placement(Generic[R]):
 
     def register(self, requests: Sequence[R]) -> None:
         """Add the full pages of `requests` to the prefix trees, of their outputs GROWTH at a time."""
-        size = GROWTH * self.limits.page_size
+        size, ahead = GROWTH * self.limits.page_size, self.limits.num_ahead
         for request in requests:
             for pages, slot, num_computed in zip(self._pages, request.slots, request.num_computed_tokens, strict=True):
                 if slot >= 0:
-                    pages.register(request, min(num_computed, max(request.num_prompt, num_computed // size * size)))
+                    grown = (num_computed + ahead) // size * size - ahead  # where its table grows, too
+                    pages.register(request, min(num_computed, max(request.num_prompt, grown)))
 
     def _sign(self, *words: int) -> None:
         data = array("q", [*words, len(words)]).tobytes() + self.digest.to_bytes(8, "little")

@@ -250,8 +250,10 @@ class Scheduler(Generic[R]):
         Shorter requests need not be passed to `end_step`.
         """
         limits, num_computed = self.limits, request.num_computed_tokens[request.homes[0]]
-        size = limits.page_size if num_computed < request.num_prompt else GROWTH * limits.page_size
-        full = (num_computed // size + 1) * size + 1  # the last one is not computed
+        size, ahead = limits.page_size, 0
+        if num_computed >= request.num_prompt:
+            size, ahead = GROWTH * size, limits.num_ahead
+        full = ((num_computed + ahead) // size + 1) * size - ahead + 1  # the last one is not computed
         return min(full, self.placement.room(request) - limits.num_ahead + 1)
 
     def _turn(self, request: R) -> tuple[bool, int]:
