@@ -54,13 +54,13 @@ if TYPE_CHECKING or _extension is None:
     from lpr.core.recycle import CandidateTable
     from lpr.core.rows import ancestor_words, place_packed, place_rows
     from lpr.core.state import SequenceState
-    from lpr.core.step import Concluded, Conclusion, StepDraft, draft_step
+    from lpr.core.step import Concluded, Conclusion, StepDraft, draft_step, expectations
     from lpr.core.suffix_index import SuffixIndex
     from lpr.core.tree import TokenTree
 __all__ = [
     "Budgets", "CandidateTable", "ChainState", "Chains", "Concluded", "Conclusion", "Drafter", "SequenceState", "Shard",
-    "StepDraft", "SuffixIndex", "TokenTree", "ancestor_words", "draft_step", "is_native", "missing", "place_packed",
-    "place_rows", "selection_words",
+    "StepDraft", "SuffixIndex", "TokenTree", "ancestor_words", "draft_step", "expectations", "is_native", "missing",
+    "place_packed", "place_rows", "selection_words",
 ]  # fmt: skip
 
 choose_rows: Callable[..., None] | None = getattr(_extension, "choose_rows", None)

@@ -63,6 +63,17 @@ struct BoundDraft : StepDraft {
     header = owned_array<int32_t, 1>(std::move(words), {count});
   }
 
+  static std::vector<SequenceState*> states_of(const nb::list& those) {
+    std::vector<SequenceState*> found;
+    size_t count = those.size();
+    found.reserve(count);
+    for (size_t i = 0; i < count; i++) {
+      if (i + 8 < count) __builtin_prefetch(nb::handle(those[i + 8]).ptr());
+      found.push_back(nb::cast<BoundState*>(nb::handle(those[i])));
+    }
+    return found;
+  }
+
  private:
   void add_rows() {
     size_t count = own_trees().size();
@@ -85,17 +96,6 @@ struct BoundDraft : StepDraft {
     columns = owned_array<int64_t, 2>(std::move(found), {3, count});
     size_t size = all.size();
     entries = owned_array<int32_t, 1>(std::move(all), {size});
-  }
-
-  static std::vector<SequenceState*> states_of(const nb::list& those) {
-    std::vector<SequenceState*> found;
-    size_t count = those.size();
-    found.reserve(count);
-    for (size_t i = 0; i < count; i++) {
-      if (i + 8 < count) __builtin_prefetch(nb::handle(those[i + 8]).ptr());
-      found.push_back(nb::cast<BoundState*>(nb::handle(those[i])));
-    }
-    return found;
   }
 };
 
@@ -130,6 +130,29 @@ nb::object take_counts(BoundState& state) {
   };
   return nb::make_tuple(counts.num_steps, counts.num_nodes, counts.num_tokens, by_place(counts.drafted),
                         by_place(counts.accepted));
+}
+
+// What is known of a step beforehand (lpr/core/step.py).
+nb::tuple expectations(const nb::list& states, size_t num_ranks, double first_tokens, int64_t first_steps) {
+  struct Known {
+    int64_t count = 0, longest = 0;
+    double expected = 0;
+  };
+  std::vector<std::pair<Homes, Known>> found;
+  std::vector<int64_t> pending(num_ranks, 0);
+  for (const SequenceState* state : BoundDraft::states_of(states)) {
+    auto same = [&](const auto& each) { return each.first == state->homes(); };
+    auto known = std::find_if(found.begin(), found.end(), same);
+    if (known == found.end()) known = found.insert(found.end(), {state->homes(), {}});
+    known->second.count++;
+    known->second.longest = std::max<int64_t>(known->second.longest, state->tokens.size());
+    known->second.expected += (first_tokens * first_steps + state->num_emitted) / (first_steps + state->num_steps);
+    for (int64_t rank : state->homes()) pending[rank] += state->num_above(rank);
+  }
+  nb::dict groups;
+  for (const auto& [homes, known] : found)
+    groups[nb::tuple(nb::cast(homes))] = nb::make_tuple(known.count, known.longest, known.expected);
+  return nb::make_tuple(groups, pending);
 }
 
 // The limits of trees that 1, 2, ... or all of `num_ranks` ranks evaluate, of `config`, a TreeSizes.
@@ -179,6 +202,8 @@ void bind_step(nb::module_& m) {
           "tokens"_a, "count"_a)
       .def_prop_ro("probabilities", &BoundState::last_probabilities)
       .def_rw("care_at", &BoundState::care_at)
+      .def_rw("num_steps", &BoundState::num_steps)
+      .def_rw("num_emitted", &BoundState::num_emitted)
       .def("take_counts", &take_counts)
       .def_prop_ro("num_pending", &BoundState::num_pending)
       .def_prop_ro("digest", &BoundState::digest);
@@ -236,6 +261,7 @@ void bind_step(nb::module_& m) {
       .def("__len__", [](const BoundDraft& draft) { return draft.trees.size(); })
       .def("conclude", &conclude, "payloads"_a, "width"_a, "budgets"_a,
            "num_guesses"_a = 0, "drafting"_a = std::vector<int64_t>{});
+  m.def("expectations", &expectations, "states"_a, "num_ranks"_a, "first_tokens"_a, "first_steps"_a);
   m.def(
       "draft_step",
       [](nb::list states, Budgets& budgets, size_t rank, Served served, int64_t capacity, int32_t num_candidates,

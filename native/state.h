@@ -60,6 +60,7 @@ class SequenceState {
   std::vector<int64_t> num_computed_tokens;  // per rank: leading tokens whose K/V it holds
   int64_t care_at = 0;  // the length from which on `conclude` names the sequence as grown
   StepCounts counts;
+  int64_t num_steps = 0, num_emitted = 0;  // published steps and their tokens, with those of an earlier state
   bool is_suspect = false;
   bool was_only_root = false;  // the last tree was a root that no drafter has made
   std::shared_ptr<Drafter> drafter;  // of a home rank, made when it drafts for the first time

@@ -70,10 +70,14 @@ class Concluded {
     Tokens depths;
     for (size_t i = 0; i < states_.size(); i++) {
       if (i + 4 < states_.size()) states_[i + 4]->prefetch_counts();
+      StepCounts& counts = states_[i]->counts;
+      int64_t before = counts.num_tokens;
       if (is_lone(i))
-        states_[i]->counts.add(lone(i), depths);
+        counts.add(lone(i), depths);
       else
-        states_[i]->counts.add(*all_[i]->tree, all_[i]->path, all_[i]->emitted.size());
+        counts.add(*all_[i]->tree, all_[i]->path, all_[i]->emitted.size());
+      states_[i]->num_steps++;
+      states_[i]->num_emitted += counts.num_tokens - before;
     }
     states_.clear();
   }

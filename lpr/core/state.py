@@ -79,6 +79,8 @@ class SequenceState:
         """True if the last logits were not numbers. The next tree is the root alone, to find the cause."""
         self.care_at = 0
         """The length from which on `StepDraft.conclude` names the sequence as grown."""
+        self.num_steps = self.num_emitted = 0
+        """Published steps and their tokens, with those of an earlier state of the request."""
         self._counts = [0, 0, 0]
         self._drafted_nodes, self._accepted_nodes = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self.probabilities: list[float] = []
@@ -165,6 +167,7 @@ class SequenceState:
     def count(self, tree: TokenTree, path: Sequence[int], num_emitted: int) -> None:
         """Count a step for `take_counts`."""
         self._counts = [old + new for old, new in zip(self._counts, (1, len(tree), num_emitted), strict=True)]
+        self.num_steps, self.num_emitted = self.num_steps + 1, self.num_emitted + num_emitted
         nodes = list(zip(map(int, tree.sources), tree.depths, strict=True))
         self._drafted_nodes.update(nodes)
         self._accepted_nodes.update([nodes[node] for node in path])

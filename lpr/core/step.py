@@ -241,6 +241,25 @@ def groups(states: Sequence[SequenceState], members: Sequence[int]) -> list[tupl
     return [(list(homes), those) for homes, those in found.items()]
 
 
+def expectations(
+    states: Sequence[SequenceState], num_ranks: int, first_tokens: float, first_steps: int
+) -> tuple[dict[tuple[int, ...], tuple[int, int, float]], list[int]]:
+    """What is known of a step beforehand, by home ranks: sequences, most tokens of one, and tokens that they may emit.
+
+    A sequence is expected to emit its mean, in which `first_steps` of `first_tokens` count as well. Also returns the
+    pending tokens of each rank, roots excluded.
+    """
+    found: dict[tuple[int, ...], tuple[int, int, float]] = {}
+    pending = [0] * num_ranks
+    for state in states:
+        mean = (first_tokens * first_steps + state.num_emitted) / (first_steps + state.num_steps)
+        count, longest, expected = found.get(tuple(state.homes), (0, 0, 0.0))
+        found[tuple(state.homes)] = count + 1, max(longest, len(state.tokens)), expected + mean
+        for rank in state.homes:
+            pending[rank] += state.num_above(rank)
+    return found, pending
+
+
 def most_pending(states: Sequence[SequenceState], homes: Sequence[int], served: wire.Served) -> int:
     """The most tokens that one of `homes` evaluates besides the trees of `states`.
 

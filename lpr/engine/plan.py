@@ -71,11 +71,11 @@ def served_by(batch: Sequence[Request], num_ranks: int) -> list[list[int]]:
     """Per rank, the requests that it serves, in the order of its slots."""
     if num_ranks == 1:
         return [list(range(len(batch)))]
-    served: list[list[int]] = [[] for _ in range(num_ranks)]
+    served: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
     for index, request in enumerate(batch):
         for rank in request.homes:
-            served[rank].append(index)
-    return [sorted(each, key=lambda index: batch[index].slots[rank]) for rank, each in enumerate(served)]
+            served[rank].append((request.slots[rank], index))
+    return [[index for _, index in sorted(each)] for each in served]
 
 
 @dataclass(frozen=True)

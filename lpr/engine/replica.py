@@ -206,15 +206,15 @@ class Replica(StepHooks):
         if len(schedule.decoding) < len(self.scheduler.running):
             begun = {request.admission for request in schedule.decoding}
             waiting = [request for request in self.scheduler.running if request.admission not in begun]
-        self.sizer.begin_step(schedule.decoding, schedule.filling, waiting, spent_ms)
+        if self._batch is None or self._batch.requests is not schedule.decoding:
+            self._batch = Batch(schedule.decoding, self.comm.size)
+        self.sizer.begin_step(self._batch.states, schedule.filling, waiting, spent_ms)
         if self.drafting is None:
             begin_passes(self.model, schedule.decoding, self.sizer.times)
         assert self.model.cache is not None
         self.model.cache.adapters = self.adapters.of_slots(self.scheduler.running, self.comm.rank)
         # Includes the length of the shared index, which detects a rank that has learned other documents.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
-        if self._batch is None or self._batch.requests is not schedule.decoding:
-            self._batch = Batch(schedule.decoding, self.comm.size)
         what = self._batch, schedule.filling, self.sizes, self.sizer.times
         plan = StepPlan(*what, digest, self.drafting, num_command_bytes)
         result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, self.overlap, self)

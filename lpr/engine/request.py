@@ -137,6 +137,8 @@ class Request:
     def state(self, state: SequenceState | None) -> None:
         self._tokens = self.tokens  # with those of the last steps
         self._state = state
+        if state is not None:
+            state.num_steps, state.num_emitted = self._stats.num_steps, self._stats.num_tokens
 
     @property
     def tokens(self) -> list[int]:

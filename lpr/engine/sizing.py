@@ -24,7 +24,7 @@ from lpr.model.input_builder import Row
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
-from lpr.native import Budgets
+from lpr.native import Budgets, SequenceState, expectations
 
 FIRST_TOKENS, FIRST_STEPS = 2.0, 4
 """Expected tokens of a new request's step, and the number of steps for which that counts."""
@@ -98,7 +98,7 @@ class Sizer:
 
     def begin_step(
         self,
-        batch: Sequence[Request],
+        batch: Sequence[SequenceState],
         filling: Sequence[tuple[Request, Sequence[int]]],
         waiting: Sequence[Request] = (),
         spent_ms: float = 0.0,
@@ -111,29 +111,26 @@ class Sizer:
         if self._times is None or not batch:
             self.budgets.begin_step({})
             return
-        by_homes: dict[tuple[int, ...], list[Request]] = {}
-        for request in batch if self._num_ranks > 1 else ():
-            by_homes.setdefault(tuple(request.homes), []).append(request)
-        by_homes = by_homes or {(0,): list(batch)}
+        by_homes, pending = expectations(batch, self._num_ranks, FIRST_TOKENS, FIRST_STEPS)
         waits = total([*map(_tokens_per_step, waiting)])
         prices = {
-            homes: (
-                [ms + spent_ms for ms in self._times.row(len(members), max([len(each.tokens) for each in members]))],
-                waits,
-            )
-            for homes, members in by_homes.items()
+            homes: ([ms + spent_ms for ms in self._times.row(count, longest)], waits)
+            for homes, (count, longest, _) in by_homes.items()
             if self._rank in homes
         }
         if self._num_ranks > 1:
-            self._work = work = _work_of(batch, filling, self._num_ranks)
-            expected: dict[tuple[int, ...], float] = {}
-            if len(by_homes) > 1:  # the load statistics are needed only with several sets of home ranks
-                expected = {homes: total([*map(_tokens_per_step, members)]) for homes, members in by_homes.items()}
+            served, fills = [0] * self._num_ranks, [0] * self._num_ranks
+            for homes, (count, _, _) in by_homes.items():
+                for rank in homes:
+                    served[rank] += count
+            for _, counts in filling:
+                fills = [before + count for before, count in zip(fills, counts, strict=True)]
+            self._work = work = Work(served, pending, fills)
             for homes, (times, _) in prices.items():
                 own, others = max(work.fills[rank] for rank in homes), self.load.others(work, homes)
                 if own or others:
                     times = times_under_load(times, own, others)
-                others_tokens = total([tokens for each, tokens in expected.items() if each != homes])
+                others_tokens = total([expected for each, (_, _, expected) in by_homes.items() if each != homes])
                 prices[homes] = times, waits + others_tokens
         self.budgets.begin_step(prices)
 
@@ -154,7 +151,7 @@ class Sizer:
         busiest = max(range(len(loads)), key=loads.__getitem__)  # the other ranks waited for it
         count = loads[busiest]
         if len(loads) > 1:
-            num_rows = sum(bool(outcome.concluded.shards[busiest].nodes) for outcome in outcomes)
+            num_rows = sum([busiest in request.homes for request in batch])
         if count > num_rows * self._longest_tree:
             return None
         if count == num_rows:
@@ -169,18 +166,6 @@ class Sizer:
         self._since_shared = 0
         table = self._tracker.table()
         return table if table.differs(self.times, SHARE_PART) else None
-
-
-def _work_of(batch: Sequence[Request], filling: Sequence[tuple[Request, Sequence[int]]], num_ranks: int) -> Work:
-    served, pending, fills = ([0] * num_ranks for _ in range(3))
-    for request in batch:
-        above, computed = len(request.tokens) - 1, request.num_computed_tokens
-        for rank in request.homes:
-            served[rank] += 1
-            pending[rank] += above - computed[rank]
-    for _, counts in filling:
-        fills = [before + count for before, count in zip(fills, counts, strict=True)]
-    return Work(served, pending, fills)
 
 
 def _tokens_per_step(request: Request) -> float:

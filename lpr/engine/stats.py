@@ -9,6 +9,7 @@ from lpr.core.state import Counts
 from lpr.core.tree import Source
 from lpr.protocol import Usage
 
+SOURCES = {int(source): source.name.lower() for source in Source}
 At = tuple[int, int]  # a node's source and depth
 
 
@@ -46,10 +47,11 @@ class DecodeStats:
     def sources(self) -> dict[str, SourceCount]:
         """Per draft source: nodes drafted and accepted."""
         found: dict[str, SourceCount] = {}
-        for (name, _), count in self.by_depth.items():
-            total = found.setdefault(name, SourceCount())
-            total.drafted += count.drafted
-            total.accepted += count.accepted
+        for (source, depth), count in self.drafted.items():
+            if source != Source.ROOT:
+                total = found.setdefault(SOURCES[source], SourceCount())
+                total.drafted += count
+                total.accepted += self.accepted[source, depth]
         return found
 
     @property
@@ -59,7 +61,7 @@ class DecodeStats:
         for source, depth in self.drafted:
             if source == Source.ROOT:
                 continue
-            count = found.setdefault((Source(source).name.lower(), depth_bucket(depth)), SourceCount())
+            count = found.setdefault((SOURCES[source], depth_bucket(depth)), SourceCount())
             count.drafted += self.drafted[source, depth]
             count.accepted += self.accepted[source, depth]
         return found

@@ -19,7 +19,6 @@ from lpr.sched.page_pool import PagePool
 from lpr.sched.prefix_tree import Node
 from lpr.sched.state_snapshots import Snapshots, border
 
-
 GROWTH = 4
 """Pages that a request takes at once, and by which its known pages grow while it decodes: every rank looks at every
 request that grows, also at those of other ranks."""

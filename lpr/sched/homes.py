@@ -92,23 +92,22 @@ def base_ranks(requests: Sequence[Candidate], num_ranks: int) -> list[int]:
     return bases
 
 
-def stay(
-    bases: Sequence[int], new: Candidate | None, candidate: Callable[[int], Candidate], num_ranks: int
-) -> int | None:
-    """If `choose` leaves requests that run on one of `bases` each where they are: the rank of a new one behind them.
+def rank_beside(loads: Sequence[int], new: Candidate) -> int | None:
+    """The rank of a new request beside others, `loads` of them on each rank alone; None if a rank is left over.
 
-    0 without a new one, None if it may not leave them. `candidate` makes a request's candidate by its index, as few are
-    needed.
+    The others stay where they are: further requests may fill the gaps before the next review.
     """
-    loads, rank = [bases.count(rank) for rank in range(num_ranks)], 0
-    if new is not None:
-        rank = min(_preferred(new, loads), key=lambda rank: (loads[rank], rank))
-        loads[rank] += 1
-    if not min(loads):
-        return None
-    known = [*bases, rank] if new is not None else bases
-    moved = _balance(lambda index: new if new is not None and index == len(bases) else candidate(index), known, loads)
-    return rank if moved is None else None
+    rank = min(_preferred(new, loads), key=lambda rank: (loads[rank], rank))
+    return rank if all(load or each == rank for each, load in enumerate(loads)) else None
+
+
+def stay(bases: Sequence[int], candidate: Callable[[int], Candidate], num_ranks: int) -> bool:
+    """True if `choose` leaves requests that run on one of `bases` each where they are.
+
+    `candidate` makes a request's candidate by its index, as few are needed.
+    """
+    loads = [bases.count(rank) for rank in range(num_ranks)]
+    return min(loads) > 0 and _balance(candidate, bases, loads) is None
 
 
 def _preferred(request: Candidate, loads: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import Generic
 
 from lpr.sched.block_tables import GROWTH, RankPages
-from lpr.sched.homes import Candidate, choose, stay
+from lpr.sched.homes import Candidate, choose, rank_beside, stay
 from lpr.sched.limits import Limits, R, Schedulable
 from lpr.sched.page_moves import PageMove
 from lpr.sched.page_pool import PagePool
@@ -95,8 +95,9 @@ class Placement(Generic[R]):
     def plan(self, request: R) -> tuple[list[int], list[list[int]]]:
         """The home ranks for a request to admit, and the wanted home ranks of the running requests after that."""
         request.slots, request.homes = [-1] * self.limits.num_ranks, []
-        if (rank := self._stay(request)) is not None:
-            return [self.limits.serving[rank]], self.wanted
+        serving = self.limits.serving
+        if self._is_lone() and (rank := rank_beside(self._loads(), self._candidate(request, serving))) is not None:
+            return [serving[rank]], self.wanted
         *wanted, own = self._choose([*self.running, request])
         return own, wanted
 
@@ -211,7 +212,7 @@ class Placement(Generic[R]):
         self._until_review -= 1
         if self._until_review < 0:
             self._until_review = REVIEW_EVERY
-            if self._stay() is None:
+            if not self._stay():
                 self._want(self._choose(self.running))
         if self._is_final:
             return
@@ -233,15 +234,18 @@ class Placement(Generic[R]):
     def _settle(self) -> None:
         self._is_final = all([each.homes == wanted for each, wanted in zip(self.running, self.wanted, strict=True)])
 
-    def _stay(self, new: R | None = None) -> int | None:
-        """`stay` of requests that all have the one rank that they want; None without such."""
-        lone = len(self.running) == sum([len(pages.running) for pages in self._pages])
-        if not (self._is_final and self.limits.is_elastic and lone):
-            return None
+    def _loads(self) -> list[int]:
+        return [len(self._pages[rank].running) for rank in self.limits.serving]
+
+    def _is_lone(self) -> bool:
+        """True if each running request is on the one rank that it wants."""
+        return self._is_final and self.limits.is_elastic and sum(self._loads()) == len(self.running)
+
+    def _stay(self) -> bool:
+        """True if all running requests stay where they are."""
         serving = self.limits.serving
-        bases = [serving.index(rank) for rank, in self.wanted]
-        own = self._candidate(new, serving) if new is not None else None
-        return stay(bases, own, cache(lambda index: self._candidate(self.running[index], serving)), len(serving))
+        known = cache(lambda index: self._candidate(self.running[index], serving))
+        return self._is_lone() and stay([serving.index(rank) for (rank,) in self.wanted], known, len(serving))
 
     def _choose(self, requests: Sequence[R]) -> list[list[int]]:
         limits = self.limits
@@ -325,10 +329,11 @@ class Placement(Generic[R]):
                 found.append((rank, *key))
         return found
 
-    def reserve(self, request: R, counts: Sequence[int]) -> int | None:
-        """Give a request pages for `counts[r]` rows on each rank r that has it; returns a rank without room if any."""
-        for rank, (pages, count) in enumerate(zip(self._pages, counts, strict=True)):
-            if request.slots[rank] >= 0 and not pages.reserve(request, count):
+    def reserve(self, request: R, length: int, most: int) -> int | None:
+        """Give a request pages for `length` rows, or `most` uncomputed ones; returns a rank without room if any."""
+        computed = request.num_computed_tokens
+        for rank, slot in enumerate(request.slots):
+            if slot >= 0 and not self._pages[rank].reserve(request, min(length, computed[rank] + most)):
                 return rank
         return None
 
@@ -349,10 +354,12 @@ class Placement(Generic[R]):
         """Add the full pages of `requests` to the prefix trees, of their outputs GROWTH at a time."""
         size, ahead = GROWTH * self.limits.page_size, self.limits.num_ahead
         for request in requests:
-            for pages, slot, num_computed in zip(self._pages, request.slots, request.num_computed_tokens, strict=True):
+            computed = request.num_computed_tokens
+            for rank, slot in enumerate(request.slots):
                 if slot >= 0:
+                    num_computed = computed[rank]
                     grown = (num_computed + ahead) // size * size - ahead  # where its table grows, too
-                    pages.register(request, min(num_computed, max(request.num_prompt, grown)))
+                    self._pages[rank].register(request, min(num_computed, max(request.num_prompt, grown)))
 
     def _sign(self, *words: int) -> None:
         data = array("q", [*words, len(words)]).tobytes() + self.digest.to_bytes(8, "little")

@@ -242,7 +242,7 @@ class Scheduler(Generic[R]):
     def _have_room(self, requests: Sequence[R]) -> bool:
         """Reserve pages for the next step, in the order of `_reserve`; False if there are too few."""
         order = sorted(requests, key=lambda request: request.admission)
-        return all(self.placement.reserve(each, self._wanted_rows(each)) is None for each in order)
+        return all(self._short_of(each) is None for each in order)
 
     def care_at(self, request: R) -> int:
         """The length at which a request on one rank needs attention: pages are full, or a tree lacks pages.
@@ -272,7 +272,7 @@ class Scheduler(Generic[R]):
         order = sorted(self.running, key=lambda request: request.admission)
         for request in order:
             while request not in preempted:
-                rank = self.placement.reserve(request, self._wanted_rows(request))
+                rank = self._short_of(request)
                 if rank is None:
                     break
                 there = [each for each in reversed(order) if each not in preempted and each.slots[rank] >= 0]
@@ -286,12 +286,11 @@ class Scheduler(Generic[R]):
         self.waiting.put_back(preempted[::-1])
         return preempted
 
-    def _wanted_rows(self, request: R) -> list[int]:
-        """Per rank, the cache rows that a request needs for the next step: its tokens and a tree, or its next chunk."""
+    def _short_of(self, request: R) -> int | None:
+        """Reserve pages for a request's tokens and a tree, or its next chunk; returns a rank without room if any."""
         limits = self.limits
         most = limits.prefill_chunk + max(limits.longest_chain, limits.prefill_chunk // 8) + limits.num_ahead
-        length = len(request.tokens) + limits.num_ahead
-        return [min(length, computed + most) for computed in request.num_computed_tokens]
+        return self.placement.reserve(request, len(request.tokens) + limits.num_ahead, most)
 
     def end_step(self, woken: Sequence[R] | None = None) -> None:
         """Add newly computed pages to the prefix trees.
@@ -299,9 +298,7 @@ class Scheduler(Generic[R]):
         `woken` are the decoded requests that are as long as their `care_at`; default: all.
         """
         self._woken = {request.admission: request for request in woken} if woken is not None else None
-        self.placement.register(
-            self.running if self._woken is None else list((self._unsettled | self._woken).values())
-        )
+        self.placement.register(self.running if self._woken is None else list((self._unsettled | self._woken).values()))
 
     def finish(self, request: R, keep: bool = True) -> None:
         """Remove a running request; with `keep`, its pages stay in the prefix cache."""

@@ -14,6 +14,7 @@ from lpr.config import InputError
 from lpr.dist.comm import agree
 from lpr.dist.errors import CommError
 from lpr.engine.exchange import DesyncError, Exchange, check_replica
+from lpr.engine.request import Request
 from lpr.model.input_builder import Row
 from lpr.model.loader import model_digest
 from lpr.native import StepDraft
@@ -227,6 +228,52 @@ def test_mutant_reordered_gather(model: PreTrainedModel, monkeypatch: pytest.Mon
     change_received(monkeypatch, swapped)
     with pytest.raises(DesyncError):
         generate_on(3, model, CONFIGS["both"], PROMPTS, PARAMS)
+
+
+def test_a_token_of_a_request_that_others_serve_is_compared(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank only reads what has come of such requests, and learns nothing from it."""
+
+    def another_token(exchange: Exchange, draft: StepDraft, values: np.ndarray) -> None:
+        others = [index for index in draft.served[0] if index not in draft.mine]
+        if exchange.comm.rank == 1 and len(others) > 1:
+            place = draft.served[0].index(others[1])
+            values[0, place, 0, 0] = (values[0, place, 0, 0] + 1) % 97
+
+    change_received(monkeypatch, another_token)
+    for name in ("trie", "plain"):
+        decode = CONFIGS[name] if name in CONFIGS else DecodeConfig.autoregressive()
+        with pytest.raises(DesyncError, match="the replicated state of rank 1 differs"):
+            generate_on(3, model, decode, PROMPTS, PARAMS)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_requests_that_move_are_drafted_anew(
+    model: PreTrainedModel, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has no drafting state of requests that it does not serve; all home ranks rebuild it where one joins."""
+    moved = set[tuple[object, int]]()
+    set_homes = Request.homes.fset
+    assert set_homes is not None
+
+    def noted(request: Request, homes: list[int]) -> None:
+        if request.state is not None and not set(homes) <= set(request.homes):
+            moved.add((request.id, request.num_output))
+        set_homes(request, homes)
+
+    monkeypatch.setattr(Request, "homes", Request.homes.setter(noted))
+    lengths = [4, 9, 60, 14, 80, 6, 70, 20]
+    prompts = [PROMPTS[index % len(PROMPTS)] + [index] for index in range(len(lengths))]
+    params = [
+        SamplingParams(max_new_tokens=length, temperature=0.8 * (index % 3 == 1), seed=index, ignore_eos=True)
+        for index, length in enumerate(lengths)
+    ]
+    ids = plain_ids(model, prompts, params)
+    decode = DecodeConfig(window_size=3, trie_nodes=16, max_batch_size=2)
+    for completions in generate_on(num_ranks, model, decode, prompts, params):
+        assert [each.token_ids for each in completions] == ids
+    assert any(num_output for _, num_output in moved), "none that had begun"
 
 
 def test_mutant_another_seed_on_one_rank(model: PreTrainedModel) -> None:

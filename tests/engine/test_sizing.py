@@ -136,7 +136,7 @@ def test_nodes_are_dearer_while_prompts_wait() -> None:
         stats = SimpleNamespace(num_tokens=num_tokens, num_steps=num_steps)
         return SimpleNamespace(homes=[0], tokens=[1] * 40, stats=stats)
 
-    decoding = [request(12, 6), request(30, 8)]
+    decoding = [SequenceState([1] * 40, SamplingParams(), TreeSizes()) for _ in range(2)]
     sizer.begin_step(decoding, [])
     sizer.begin_step(decoding, [], [request(0, 0), request(0, 0), request(20, 6)])
     assert [prices[0,] for prices in seen] == [(times.row(2, 40), 0.0), (times.row(2, 40), 2 + 2 + 2.8)]

@@ -210,7 +210,7 @@ def test_pairs_chosen_to_share_a_place_cost_as_much_as_others() -> None:
 
 def test_what_native_offers_the_specification_has() -> None:
     set_by_init = {"first_times", "tokens", "num_computed_tokens", "probabilities", "times", "plain_part", "care_at"}
-    set_by_init |= {"ending", "grown", "with_nan"}
+    set_by_init |= {"ending", "grown", "with_nan", "num_steps", "num_emitted"}
     for name in NAMES:
         pure, native = getattr(PURE, name), getattr(NATIVE, name)
         offered = {each for each in dir(native) if not each.startswith("_")} if isinstance(native, type) else set()

@@ -422,7 +422,6 @@ def steps_on_one_rank(seed: int, is_lazy: bool) -> list[Any]:
         tables = [scheduler.placement.tables(each) for each in scheduler.running]
         what = [made.index(each) for each in schedule.decoding], [(made.index(each), n) for each, n in schedule.filling]
         seen.append((what, tables, scheduler.take_moves(), [made.index(each) for each in schedule.preempted]))
-        is_whole = len(schedule.decoding) == len(scheduler.running)
         for request, counts in schedule.filling:
             request.num_computed_tokens = [request.num_computed_tokens[0] + counts[0]]
         for request in schedule.decoding:
@@ -430,7 +429,7 @@ def steps_on_one_rank(seed: int, is_lazy: bool) -> list[Any]:
             request.num_computed_tokens = [len(request.tokens) - 1]
         ended = [each for each in schedule.decoding if dice.random() < 0.04]
         woken = [each for each in schedule.decoding if each in ended or len(each.tokens) >= care[id(each)]]
-        scheduler.end_step(woken if is_lazy and is_whole else None)
+        scheduler.end_step(woken if is_lazy else None)
         for request in ended:
             scheduler.finish(request)
     return seen
