@@ -27,13 +27,14 @@ class Batch:
 
     def __init__(self, requests: Sequence[Request], num_ranks: int) -> None:
         self.requests = requests
-        self.states = [request.state for request in requests]
-        self.is_plain = all([request.is_plain for request in requests])
-        self.num_logprobs = num_logprobs(requests)
-        self.chooses_on_device = self.num_logprobs is None and all([each.processors is None for each in requests])
+        self.states = [request.running for request in requests]
+        others = [index for index, each in enumerate(requests) if not each.is_plain or each.wants_each_step]
+        self.is_plain = all([requests[index].is_plain for index in others])
+        self.num_logprobs = num_logprobs([requests[index] for index in others])
+        self.chooses_on_device = self.num_logprobs is None and all([requests[i].processors is None for i in others])
         """True if a token depends on logits, its request's parameters and its position only."""
         self.served = served_by(requests, num_ranks)
-        self.one_by_one = [index for index, request in enumerate(requests) if request.wants_each_step]
+        self.one_by_one = [index for index in others if requests[index].wants_each_step]
         """Indices of the requests that take the result of each step."""
         self._slots: np.ndarray | None = None
 

@@ -147,7 +147,7 @@ class Replica(StepHooks):
             self.scheduler.withdraw(request)
         else:
             request.collect()
-            self._release(request)
+            self._release([request])
         self._end(request, "abort")
         self.is_whole = True
 
@@ -190,7 +190,7 @@ class Replica(StepHooks):
         for request in list(self.scheduler.running):
             request.collect()
             request.error = "the model's weights have changed while this request was decoded"
-            self._release(request)
+            self._release([request])
             self._end(request, "error")
         self.scheduler.placement.forget()
         if self.drafting is not None:
@@ -261,8 +261,8 @@ class Replica(StepHooks):
         if batch:
             self.hooks.end_step(batch, outcomes, (request.chunks[-1] for request in batch))
         self.scheduler.end_step([batch[index] for index in outcomes.concluded.grown])
+        self._release(ended)
         for request in ended:
-            self._release(request)
             del self.requests.open[request.id]
         self.is_whole = True
 
@@ -307,15 +307,18 @@ class Replica(StepHooks):
         state.homes = request.homes
         return state
 
-    def _release(self, request: Request) -> None:
-        """Learn a request's output, and release its pages."""
-        if self.sizes.trie_nodes:
-            self.drafts.learn_output(request, self.scheduler.running)
-        self.scheduler.finish(request, keep=request.is_sound)
-        self._move()
-        request.state = self._batch = None
+    def _release(self, requests: Sequence[Request]) -> None:
+        """Learn the output of requests, and release their pages."""
+        for request in requests:
+            if self.sizes.trie_nodes:
+                self.drafts.learn_output(request, self.scheduler.running)
+            self.scheduler.finish(request, keep=request.is_sound)
+            request.state = self._batch = None
+        if requests:
+            self._move()
         if not self.scheduler.running:
             self.overlap.launched = None
+
 
     def _move(self) -> None:
         """Apply the scheduler's page moves to this rank's cache."""

@@ -179,7 +179,7 @@ class RankPages(Generic[R]):
             return False
         if missing <= 0:
             return True
-        if 2 * (self.pool.num_held + missing + GROWTH) < self.pool.num_pages:  # there are enough for all
+        if self.pool.num_available - missing > 2 * GROWTH * len(self.running):  # there are enough for all
             size = GROWTH * self.pool.page_size
             most = min(-(-num_tokens // size) * size, num_tokens + request.num_left)
             missing = max(missing, self.num_pages(most) - len(table.pages))
