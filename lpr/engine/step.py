@@ -82,7 +82,7 @@ def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candid
         assert complete, "a rank that is not home would need a tree that does not travel"
         digests = [*(request.running.digest for request, _ in plan.filling), plan.digest]
     return draft_step(
-        *(plan.batch.states, budgets, comm.rank, plan.batch.served, exchange.capacity),  # type: ignore[arg-type]
+        *(plan.batch.states, budgets, comm.rank, plan.batch.served, exchange.capacity),
         *(num_candidates, plan.num_command_bytes, digests, team_size()),
     )
 
