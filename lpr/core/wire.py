@@ -13,9 +13,10 @@ A payload is int32 words, equally many on all ranks (rule R2):
     guesses   per tree that the rank serves, a block of a prediction head's guesses, if there is a head
               (lpr.core.heads); a draft-only rank has a block for every tree of the step, in the order of the trees
 
-A rank drafts only the trees of requests that it serves. Of other trees it needs the accepted path and the candidates
-of the nodes. So a node is sent as two words: its number, its parent's number and its source in one, its token in the
-other. From the nodes that each rank owns, the other ranks rebuild the tree and its shards.
+A rank drafts only the trees of requests that it serves. Of other trees it needs the accepted path, and the places and
+sources of the nodes, which are counted. So a node is sent as two words: its number, its parent's number and its source
+in one, its token in the other. From the nodes that each rank owns, the other ranks rebuild the tree and its shards; a
+tree of one rank alone is only read (LoneTree in native/wire.h).
 """
 
 from __future__ import annotations
