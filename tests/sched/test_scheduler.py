@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any
 
 import pytest
@@ -405,15 +406,15 @@ def test_mutants(monkeypatch: pytest.MonkeyPatch, fault) -> None:  # type: ignor
             run_randomly(seed, 3, True, True)
 
 
-def steps_on_one_rank(seed: int, is_lazy: bool) -> list[Any]:
+def steps_of(seed: int, is_lazy: bool, num_ranks: int = 1) -> list[Any]:
     """What each step does and which pages each request has; with `is_lazy` only those that need care are looked at."""
     dice, seen, made = random.Random(seed), list[Any](), list[Fake]()
-    limits = Limits[Fake](4, 1, 8, 4, True, num_pages=40, page_size=SIZE, num_ahead=AHEAD)
+    limits = Limits[Fake](4, num_ranks, 8, 4, True, num_pages=40, page_size=SIZE, num_ahead=AHEAD, most_homes=ALL)
     scheduler, care = Scheduler(limits), dict[int, int]()
     for _ in range(120):
-        if dice.random() < 0.2:
+        if dice.random() < 0.2 * num_ranks:
             tokens = [dice.randrange(2) for _ in range(dice.randint(1, 20))]
-            made.append(Fake(tokens=tokens, arrived=float(len(made)), num_computed_tokens=[0]))
+            made.append(Fake(tokens=tokens, arrived=float(len(made)), num_computed_tokens=[0] * num_ranks))
             scheduler.add(made[-1])
         while (admitted := scheduler.admit()) is not None:
             admitted[0].num_computed_tokens = list(admitted[1])
@@ -423,24 +424,26 @@ def steps_on_one_rank(seed: int, is_lazy: bool) -> list[Any]:
         what = [made.index(each) for each in schedule.decoding], [(made.index(each), n) for each, n in schedule.filling]
         seen.append((what, tables, scheduler.take_moves(), [made.index(each) for each in schedule.preempted]))
         for request, counts in schedule.filling:
-            request.num_computed_tokens = [request.num_computed_tokens[0] + counts[0]]
+            request.num_computed_tokens = list(map(add, request.num_computed_tokens, counts))
         for request in schedule.decoding:
             request.tokens += [dice.randrange(2) for _ in range(dice.randint(1, AHEAD))]
-            request.num_computed_tokens = [len(request.tokens) - 1]
+            length, computed = len(request.tokens) - 1, request.num_computed_tokens
+            request.num_computed_tokens = [length if r in request.homes else n for r, n in enumerate(computed)]
         ended = [each for each in schedule.decoding if dice.random() < 0.04]
-        woken = [each for each in schedule.decoding if each in ended or len(each.tokens) >= care[id(each)]]
+        woken = [each for each in schedule.decoding if each in ended or len(each.tokens) >= care.get(id(each), 0)]
         scheduler.end_step(woken if is_lazy else None)
         for request in ended:
             scheduler.finish(request)
     return seen
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_last_schedule_stays_while_nothing_changes(seed: int) -> None:
+def test_the_last_schedule_stays_while_nothing_changes(seed: int, num_ranks: int) -> None:
     """Steps, pages, shared prefixes and preemptions are those of a scheduler that looks at all requests."""
-    expected = steps_on_one_rank(seed, False)
+    expected = steps_of(seed, False, num_ranks)
     assert any(preempted for *_, preempted in expected)
-    assert steps_on_one_rank(seed, True) == expected
+    assert steps_of(seed, True, num_ranks) == expected
 
 
 def test_a_step_that_breaks_off_leaves_no_request_of_an_earlier_one() -> None:
@@ -459,7 +462,7 @@ def test_a_step_that_breaks_off_leaves_no_request_of_an_earlier_one() -> None:
 def test_requests_that_get_no_care_run_out_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "care_at", lambda *_: 1 << 30)
     with pytest.raises(IndexError):
-        steps_on_one_rank(1, True)
+        steps_of(1, True)
 
 
 def test_nobody_waits_for_ever() -> None:
