@@ -409,7 +409,7 @@ def test_mutants(monkeypatch: pytest.MonkeyPatch, fault) -> None:  # type: ignor
 def steps_of(seed: int, is_lazy: bool, num_ranks: int = 1) -> list[Any]:
     """What each step does and which pages each request has; with `is_lazy` only those that need care are looked at."""
     dice, seen, made = random.Random(seed), list[Any](), list[Fake]()
-    limits = Limits[Fake](4, num_ranks, 8, 4, True, num_pages=40, page_size=SIZE, num_ahead=AHEAD, most_homes=ALL)
+    limits = Limits[Fake](4, num_ranks, 8, 4, True, num_pages=40, page_size=SIZE, num_ahead=AHEAD, most_homes=ANY)
     scheduler, care = Scheduler(limits), dict[int, int]()
     for _ in range(120):
         if dice.random() < 0.2 * num_ranks:
@@ -463,6 +463,13 @@ def test_requests_that_get_no_care_run_out_of_pages(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Scheduler, "care_at", lambda *_: 1 << 30)
     with pytest.raises(IndexError):
         steps_of(1, True)
+
+
+def test_requests_that_have_moved_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [steps_of(seed, False, 3) for seed in range(8)]
+    monkeypatch.setattr(Placement, "take_changed", lambda _: False)
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        assert [steps_of(seed, True, 3) for seed in range(8)] == expected
 
 
 def test_nobody_waits_for_ever() -> None:
