@@ -218,9 +218,8 @@ class Replica(StepHooks):
         what = self._batch, schedule.filling, self.sizes, self.sizer.times
         plan = StepPlan(*what, digest, self.drafting, num_command_bytes)
         result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, self.overlap, self)
-        num_entries: Sequence[int] = [0] * self.comm.size
+        num_entries = result.outcomes.num_entries
         if result.outcomes:
-            num_entries = result.outcomes[0].num_entries
             self.sizer.end_step(num_entries)
         self.scheduler.pass_step(schedule, num_entries)
         if result.outcomes and not schedule.filling and captures == self.model.num_captures:
@@ -318,7 +317,6 @@ class Replica(StepHooks):
             self._move()
         if not self.scheduler.running:
             self.overlap.launched = None
-
 
     def _move(self) -> None:
         """Apply the scheduler's page moves to this rank's cache."""
