@@ -38,6 +38,9 @@ MODELS = {
 }
 
 
+needs_mesh = pytest.mark.skipif(
+    not hasattr(versions.distributed_mixin, "initialize_distributed_mesh"), reason="--tp needs transformers 5.18"
+)
 LARGE_MIB = 75.4
 TREES = {
     "qwen3_next": ("linear_attn.in_proj_qkvz linear_attn.conv1d linear_attn.out_proj", "linear_attn.norm"),
@@ -143,9 +146,7 @@ def check_compiled(models: dict[str, PreTrainedModel], reports: list[dict[str, A
             assert 0 < found["forms"] <= 4 and not found["breaks"] and found["reasons"] == [None, None]
 
 
-@pytest.mark.skipif(
-    not hasattr(versions.distributed_mixin, "initialize_distributed_mesh"), reason="--tp needs transformers 5.18"
-)
+@needs_mesh
 def test_two_replicas_of_two_ranks(
     models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -22,7 +23,12 @@ def test_family(name: str, caplog: pytest.LogCaptureFixture) -> None:
     family = BY_NAME[name]
     if family.model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family.model_type}")
-    seen = observe(family)
+    try:
+        seen = observe(family)
+    except StrictDataclassClassValidationError as refused:
+        if transformers.__version__ == TRANSFORMERS:
+            raise
+        pytest.skip(f"transformers {transformers.__version__} has no such layers: {refused}")
     assert seen.matches(family), seen
     assert seen.status == WORKS or "\n" not in seen.detail
     assert "hardly depend on the model's recurrent states" not in caplog.text

@@ -34,6 +34,7 @@ from lpr.model.step_inputs import Row
 from tests.fakes.kernel_counts import fake_replica
 from tests.fakes.models import tiny_model
 from tests.fakes.rewriting import make_faster, merge_projections
+from tests.model.test_parallel import needs_mesh
 
 pytestmark = pytest.mark.skipif(
     native.rms_norm is None or not can_tile(torch.float32, 2), reason="no extension, or no AVX2"
@@ -368,6 +369,7 @@ def test_a_copy_of_a_replaced_module_computes_with_its_own_weights() -> None:
     assert torch.equal(copied(states), 2 * norm(states))
 
 
+@needs_mesh
 def test_a_ranks_part_is_fused_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer has two sums over the ranks, and the results of the layers that it replaces."""
     monkeypatch.setattr("lpr.model.fused.modules.is_available", lambda device: True)
