@@ -54,18 +54,6 @@ class DecodeStats:
                 total.accepted += self.accepted[source, depth]
         return found
 
-    @property
-    def by_depth(self) -> dict[tuple[str, int], SourceCount]:
-        """Per draft source and group of depths (`depth_bucket`): nodes drafted and accepted."""
-        found: dict[tuple[str, int], SourceCount] = {}
-        for source, depth in self.drafted:
-            if source == Source.ROOT:
-                continue
-            count = found.setdefault((SOURCES[source], depth_bucket(depth)), SourceCount())
-            count.drafted += self.drafted[source, depth]
-            count.accepted += self.accepted[source, depth]
-        return found
-
     def count(self, counts: Counts) -> None:
         """Add steps of SequenceState.take_counts, without their tokens: the output may end before the last one."""
         num_steps, num_nodes, _, drafted, accepted = counts
@@ -98,8 +86,3 @@ class DecodeStats:
         self.num_nodes += other.num_nodes
         self.drafted.update(other.drafted)
         self.accepted.update(other.accepted)
-
-
-def depth_bucket(depth: int) -> int:
-    """The deepest depth that is counted together with `depth`: 1, 2, 4 (3 to 4), 8 (5 to 8), further powers of two."""
-    return 1 << (depth - 1).bit_length()

@@ -8,11 +8,7 @@ from lpr import SamplingParams
 from lpr.config import TreeSizes
 from lpr.core.state import SequenceState
 from lpr.core.tree import Source, TokenTree
-from lpr.engine.stats import DecodeStats, SourceCount, depth_bucket
-
-
-def test_depths_are_grouped_in_powers_of_two():
-    assert [depth_bucket(depth) for depth in range(1, 18)] == [1, 2, 4, 4, 8, 8, 8, 8] + [16] * 8 + [32]
+from lpr.engine.stats import DecodeStats, SourceCount
 
 
 def test_nodes_count_for_the_source_and_the_depth_at_which_they_hang():
@@ -27,17 +23,11 @@ def test_nodes_count_for_the_source_and_the_depth_at_which_they_hang():
     assert counts is not None and counts[2] == 5 and state.take_counts() is None
     stats = DecodeStats(num_tokens=5)
     stats.count(counts)
-    assert stats.by_depth == {
-        ("trie", 1): SourceCount(1, 1),
-        ("trie", 2): SourceCount(1, 1),
-        ("trie", 4): SourceCount(2, 2),
-        ("recycled", 8): SourceCount(1, 0),
-        ("window", 1): SourceCount(1, 0),
-    }
+    assert stats.usage(0).accepted_per_depth == [1, 1, 1, 1]
     assert stats.sources == {"trie": SourceCount(4, 4), "recycled": SourceCount(1, 0), "window": SourceCount(1, 0)}
     assert (stats.num_steps, stats.num_nodes, stats.tokens_per_step) == (1, 7, 5.0)
     total = DecodeStats()
     for _ in range(3):
         total.add(stats)
-    assert total.by_depth["trie", 4] == SourceCount(6, 6) and total.num_nodes == 21
+    assert total.sources["trie"] == SourceCount(12, 12) and total.num_nodes == 21
     assert total.tokens_per_step == pytest.approx(5.0)
