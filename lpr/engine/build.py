@@ -41,6 +41,8 @@ def tree_sizes(parts: Parts, decode: DecodeConfig, comm: Comm, times: StepTimes 
         raise InputError("draft_heads='on', but this engine has no prediction head that works")
     # With automatic sizes, heads did not reduce the time where measured (docs/results.md).
     with_head = decode.draft_heads == "on" or (decode.draft_heads == "auto" and not decode.adaptive)
+    if guesser is not None:
+        guesser.num_guesses = 0  # and no memory for them
     if guesser is not None and with_head and sizes.trie_nodes:
         # Automatic sizes rarely reach their limit, and each followed guess takes time.
         most = num_guesses(0 if decode.adaptive else sizes.trie_nodes)

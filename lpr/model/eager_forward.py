@@ -6,7 +6,9 @@ EagerForward calls the model. `graphs.GraphForward` replays captured calls, poss
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from lpr.model.adapter import Adapter
@@ -15,6 +17,7 @@ from lpr.model.kv_cache import KVCache
 from lpr.model.sampling.sampler import Sampler
 from lpr.model.sampling.selection import Selection
 from lpr.model.step_inputs import Row, StepInputs
+from lpr.model.transfer import to_device
 
 
 class EagerForward:
@@ -49,6 +52,14 @@ class EagerForward:
 
     def fill(self, rows: Sequence[Row]) -> None:
         self._logits(self.adapter.step_inputs(rows, self.cache))
+
+    def run_program(self, shape: Any, program: Any, words: np.ndarray, states: list[torch.Tensor]) -> torch.Tensor:
+        """What `program` makes of int32 `words` and of all `states` [n, H], both on the device.
+
+        It does not depend on the host otherwise; all programs of a `shape` are the same, and those without are rare.
+        """
+        found: torch.Tensor = program(to_device(words, self.adapter.device), torch.cat(states))
+        return found
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
         self.before_launch()

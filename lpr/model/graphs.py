@@ -16,6 +16,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -42,7 +43,7 @@ from lpr.model.graph_inputs import (
     wide_kv,
 )
 from lpr.model.sampling.selection import Selection
-from lpr.model.step_inputs import Row, Rows, StepInputs
+from lpr.model.step_inputs import Row, Rows
 from lpr.model.torch_compile import CompiledForward
 from lpr.model.transfer import Upload
 
@@ -90,22 +91,18 @@ class GraphForward(EagerForward):
         self._num_candidates = 0
         self._is_packed = self.adapter.packed and self.adapter.packs_bits
         self.limit(1)
-        self._graphs: OrderedDict[StaticShape, Captured | None] = OrderedDict()
-        """None for a step that could not be captured."""
-        num_slots, most = self.cache.num_slots, NODE_BUCKETS[-1]
-        largest = StaticShape(0, num_slots, most, 0, 0, num_slots * most, True, with_adapters=True)
-        if self._is_packed:
-            most = PACKED_BUCKETS[-1]
-            largest = StaticShape(0, num_slots, most, 0, 0, most, True, num_kept=most, with_adapters=True)
+        self._graphs: OrderedDict[Any, Captured | None] = OrderedDict()  # None for what could not be captured
+        num_slots, kept = self.cache.num_slots, PACKED_BUCKETS[-1] if self._is_packed else 0
+        sizes = num_slots, kept or NODE_BUCKETS[-1], 0, 0, kept or num_slots * NODE_BUCKETS[-1], True
+        largest = StaticShape(0, *sizes, num_kept=kept, with_adapters=True)
         # One place for all shapes: graphs never overlap, and a replay reads it in stream order.
         num_words = largest.num_words + 2 * self.cache.tables.size  # with changes of all block tables
         self._words = torch.zeros(num_words, dtype=torch.int32, device=self.adapter.device)
         self._upload = Upload(self._words)
+        self._rooms: dict[Any, torch.Tensor] = {}
+        """Where graphs leave what outlives the next replay, or each of them would hold, and read states."""
         self._kept_hidden: torch.Tensor | None = None
         """The last step's hidden states [entries, H]. Each graph holds the memory that it writes to."""
-        self._hidden_room: torch.Tensor | None = None
-        self._kept_logits: torch.Tensor | None = None
-        """Where graphs that end at the logits leave them: all would keep their own else."""
 
     def limit(self, max_nodes: int) -> None:
         """Capture steps of up to `max_nodes` nodes a row; longer pending chains, such as prompts, are rare shapes."""
@@ -160,7 +157,7 @@ class GraphForward(EagerForward):
         and if hidden states are kept, which the step would overwrite.
         """
         shape = self._captured_shape(rows, selection, 0)
-        if shape is None or not shape.num_kept or self._graphs.get(shape) is None or self._hidden_room is not None:
+        if shape is None or not shape.num_kept or self._graphs.get(shape) is None or "hidden" in self._rooms:
             return None
         found = self._replay(shape, rows, selection, results[:, 0])
         return found[:, :1] if found is not None else None
@@ -178,6 +175,19 @@ class GraphForward(EagerForward):
         shape = self.shape_of(rows, Selection.build([]), self._num_candidates) if self._is_packed else None
         if self._replay(shape, rows, Selection.build([])) is None:
             super().fill(rows)
+
+    def run_program(self, shape: Any, program: Any, words: np.ndarray, states: list[torch.Tensor]) -> torch.Tensor:
+        """As EagerForward.run_program, by a graph if steps have graphs."""
+        size, count, most = len(words), sum(map(len, states)), PACKED_BUCKETS[-1]
+        if shape is None or not self.num_captures or size > len(self._words) or count > most:
+            return super().run_program(shape, program, words, states)
+        if "given" not in self._rooms:
+            self._rooms["given"] = states[0].new_empty(most, states[0].shape[1])
+        self._upload.words(size)[:] = words
+        self._upload.send(size)
+        program = partial(program, self._words[:size], torch.cat(states, out=self._rooms["given"][:count]))
+        captured = self._graph(shape, program)
+        return captured.replay() if captured is not None else program()
 
     def _replay(
         self,
@@ -204,22 +214,19 @@ class GraphForward(EagerForward):
         results = captured.replay() if captured is not None else self._run(shape)
         self.before_launch()  # ranks that differ are named by the host, while their device may wait for ever
         self.num_computed += shape.num_computed
-        if shape.num_kept:
-            if self._kept_hidden is not None:
-                counts = [row.num_entries for row in rows]
-                parts = self._kept_hidden[shape.num_entries - sum(counts) :].split(counts)
-                self.hidden = {row.slot: part for row, part in zip(rows, parts, strict=True)}
-            return results[: Rows.of(rows).num_results]
-        results = results.view(shape.batch, shape.num_entries, -1)
-        if self._kept_hidden is not None:
-            states = self._kept_hidden.view(shape.batch, shape.num_entries, -1)
+        length, states = shape.num_entries, self._kept_hidden
+        if states is not None:
+            counts = [row.num_entries for row in rows]
+            whole = states[length - sum(counts) :].split(counts) if shape.num_kept else states.split(length)
             self.hidden = {
-                row.slot: each[shape.num_entries - row.num_entries :] for row, each in zip(rows, states, strict=False)
+                row.slot: part[len(part) - count :] for row, part, count in zip(rows, whole, counts, strict=False)
             }
+        if shape.num_kept:
+            return results[: Rows.of(rows).num_results]
+        results = results.view(shape.batch, length, -1)
         if all(row.num_results == rows[0].num_results for row in rows):  # no piece for each of many plain rows
-            return results[: len(rows), shape.num_entries - rows[0].num_results :].flatten(0, 1)
-        parts = [each[shape.num_entries - row.num_results :] for each, row in zip(results, rows, strict=False)]
-        return torch.cat(parts)
+            return results[: len(rows), length - rows[0].num_results :].flatten(0, 1)
+        return torch.cat([each[length - row.num_results :] for each, row in zip(results, rows, strict=False)])
 
     def _place(self, shape: StaticShape, rows: Sequence[Row], selection: Selection) -> None:
         changes, end = self.cache.changes(), shape.num_words
@@ -230,22 +237,23 @@ class GraphForward(EagerForward):
         if changes.size:
             self.cache.write_changes(self._words[end : len(words)].view(2, -1))
 
-    def _graph(self, shape: StaticShape) -> Captured | None:
+    def _graph(self, shape: Any, program: Program | None = None) -> Captured | None:
+        """The graph of `shape`, of its step or of another `program`; captured if it is new."""
         if shape not in self._graphs:
             while len(self._graphs) >= MAX_GRAPHS:
                 self._graphs.popitem(last=False)
-            captured = self._captured_by_all(shape) if self.reason is None else None
+            captured = self._captured_by_all(shape, program) if self.reason is None else None
             if self.is_wrong:
                 return None
             self._graphs[shape] = captured
         self._graphs.move_to_end(shape)
         return self._graphs[shape]
 
-    def _captured_by_all(self, shape: StaticShape) -> Captured | None:
+    def _captured_by_all(self, shape: Any, program: Program | None) -> Captured | None:
         """The graph of `shape`, on all ranks of a replica; None if one could not capture it."""
         outcome, captured = CAPTURED, None
         try:
-            captured = self._capture(shape)
+            captured = self._capture(shape, program)
         except WaitsError as failure:
             self._give_up(failure)
             outcome = WRONG
@@ -255,7 +263,7 @@ class GraphForward(EagerForward):
         worst = self._worst(outcome)
         if worst > outcome:
             self._give_up(RuntimeError("another rank of this replica could not capture a step"))
-        self.is_wrong = worst == WRONG
+        self.is_wrong = worst == WRONG and program is None
         return captured if worst == CAPTURED else None
 
     def _give_up(self, failure: Exception) -> None:
@@ -272,35 +280,30 @@ class GraphForward(EagerForward):
     def _run(self, shape: StaticShape) -> torch.Tensor:
         """The step of `shape` whose words are in place, directly: as high as a replay on another rank of a replica."""
         inputs, selection = shape.read(self._words, self.cache)
+        inputs.in_parts = not shape.only_logits and self.sampler.in_parts(selection)
+        logits = (self.adapter if shape.only_logits else self._model).forward(inputs, self.cache)
+        if inputs.hidden is not None:
+            self._kept_hidden = self._kept("hidden", inputs.hidden.flatten(0, 1))
         if shape.only_logits:
-            logits = self.adapter.forward(inputs, self.cache)
-            self._keep_hidden(inputs)
-            # Not while a graph is captured: the first run of its program comes before.
-            if self._kept_logits is None or len(logits) > len(self._kept_logits):
-                self._kept_logits = logits.clone()
-            return self._kept_logits[: len(logits)].copy_(logits)
-        inputs.in_parts = self.sampler.in_parts(selection)
-        logits = self._model.forward(inputs, self.cache)
-        self._keep_hidden(inputs)
-        return self.sampler.results(logits, selection, shape.num_candidates, fixed_shapes=True)
+            return self._kept("logits", logits)
+        results = self.sampler.results(logits, selection, shape.num_candidates, fixed_shapes=True)
+        # The programs of a head are replayed before they are gathered.
+        return results if inputs.hidden is None else self._kept(results.shape[1], results)
 
-    def _keep_hidden(self, inputs: StepInputs) -> None:
-        """Copy a step's hidden states to one place for all shapes, as far as it is large enough."""
-        if inputs.hidden is None:
-            return
-        states = inputs.hidden.flatten(0, 1)
-        if self._hidden_room is None or len(states) > len(self._hidden_room):  # not while a graph is captured
-            self._hidden_room = states.clone()
-        self._kept_hidden = self._hidden_room[: len(states)].copy_(states)
+    def _kept(self, name: Any, values: torch.Tensor) -> torch.Tensor:
+        """`values` in the one place for all shapes, as far as it is large enough."""
+        if name not in self._rooms or len(values) > len(self._rooms[name]):
+            self._rooms[name] = values.clone()  # not while a graph is captured: its program has run before
+        return self._rooms[name][: len(values)].copy_(values)
 
     @torch.no_grad()
-    def _capture(self, shape: StaticShape) -> Captured:
+    def _capture(self, shape: Any, program: Program | None) -> Captured:
         if not self.num_captures:
             with NoWaiting():
                 self.adapter.forward(shape.read(self._words, self.cache)[0], self.cache)
             self._check_length(shape)
         self.num_captures += 1
-        replay = self.capturer.capture(partial(self._run, shape))
+        replay = self.capturer.capture(program or partial(self._run, shape))
         return Captured(replay, self.cache.states.evaluated, self._kept_hidden)
 
     def _check_length(self, shape: StaticShape) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lpr.model.graph_inputs import NODE_BUCKETS, PACKED_BUCKETS, bucket_of, node_buckets
-from lpr.model.graphs import MOST_COMMON, PENDING
+from lpr.model.graph_inputs import NODE_BUCKETS, PACKED_BUCKETS, bucket_of, node_buckets, power_of_two
+from lpr.model.graphs import MAX_GRAPHS, MOST_COMMON, PENDING
 from lpr.model.rewrite.merged_loading import IN_FLIGHT
 
 CONTEXT = 640 << 20
@@ -49,6 +49,7 @@ class Steps:
     mask_rows: int = 0  # columns of a dense mask; 0: attention reads ancestors as bits
     by_kernel: bool = True  # True if kernels choose tokens, without a copy of the logits
     packed: bool = False  # True if graphs are of packed steps, pieces of prompts among them
+    num_followed: int = 0  # guesses of each sequence that a prediction head follows at a depth; 0: there is no head
 
     @property
     def num_results(self) -> int:
@@ -103,9 +104,10 @@ class MemoryNeeds:
 def memory_needs(sizes: RankSizes, steps: Steps, num_axes: int = 0) -> MemoryNeeds:
     """The sum, with communicators of `num_axes` axes of the mesh.
 
-    Logits are held twice in the model's dtype: by a graph, and for sampling outside of it. A layer's input, projections
-    and partial sums of attention exist for one layer at a time. Graphs share one pool, of the size that the largest
-    needs; a prompt chunk does not use it.
+    Logits are held twice in the model's dtype: by a graph, and for sampling outside of it; those of a head's guesses
+    once, and twice in float32. Its graphs are captured behind those of the start. A layer's input, projections and
+    partial sums of attention exist for one layer at a time. Graphs share one pool, of the size that the largest needs;
+    a prompt chunk does not use it.
     """
 
     def layer(num_entries: int) -> int:
@@ -113,14 +115,16 @@ def memory_needs(sizes: RankSizes, steps: Steps, num_axes: int = 0) -> MemoryNee
         return num_entries * (row + sizes.hidden * PARTIAL_SUMS * 4)
 
     copies = 2 * sizes.element + (0 if steps.by_kernel else FLOAT_COPIES * 4)
+    guessed = power_of_two(steps.batch) * steps.num_followed
+    num_graphs = steps.num_graphs + (MAX_GRAPHS - MOST_COMMON if steps.num_graphs and guessed else 0)
     return MemoryNeeds(
         context=CONTEXT,
         weights=sizes.weights,
         loading=IN_FLIGHT * sizes.largest,
         nccl=num_axes * COMMUNICATOR,
         layers=layer(steps.num_entries) + layer(steps.prompt),
-        logits=(steps.num_results + steps.batch) * sizes.vocab * copies,
-        graphs=steps.num_graphs * GRAPH_BYTES,
+        logits=((steps.num_results + steps.batch) * copies + guessed * (sizes.element + 2 * 4)) * sizes.vocab,
+        graphs=num_graphs * GRAPH_BYTES,
         workspaces=WORKSPACES,
     )
 

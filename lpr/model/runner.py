@@ -20,7 +20,7 @@ from lpr.model.eager_forward import EagerForward
 from lpr.model.graph_capture import Capturer, CudaCapturer, uncapturable
 from lpr.model.graph_inputs import PACKED_BUCKETS
 from lpr.model.graphs import MOST_COMMON, GraphForward
-from lpr.model.heads.guesses import Chain, Guesser
+from lpr.model.heads.guesses import FOLLOWED, Chain, Guesser
 from lpr.model.heads.head import DraftHead
 from lpr.model.input_builder import round_up
 from lpr.model.kv_cache import KVCache
@@ -142,7 +142,7 @@ class TreeModel:
         if self.rests:
             self.guesser.rest(chains, self.forward.hidden, self.cache)
         else:
-            drafts = self.guesser.guess(chains, self.forward.hidden, self.cache)
+            drafts = self.guesser.guess(chains, self.forward)
         self.guess_ms += (time.perf_counter() - began) * 1e3
         return drafts
 
@@ -181,6 +181,7 @@ class TreeModel:
             mask_rows=0 if self.adapter.reads_bits else longest,
             by_kernel=has_kernels(self.device),
             packed=self.captures_packed,
+            num_followed=self.guesser.num_guesses // FOLLOWED if self.guesser is not None else 0,
         )
         return memory_needs(sizes_of(self.model), steps, num_axes)
 

@@ -9,8 +9,9 @@ another next token, at its end: a guess may suffer, never a result.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,14 @@ from lpr.config import SamplingParams
 from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
 from lpr.core.rows import WORD_BITS
 from lpr.model.adapter import Adapter
-from lpr.model.graph_inputs import packed_inputs
+from lpr.model.eager_forward import EagerForward
+from lpr.model.graph_inputs import StaticShape, bucket_of, packed_inputs, packed_kv, power_of_two
 from lpr.model.heads.head import DraftHead
 from lpr.model.kv_cache import KVCache
 from lpr.model.sampling import in_cpp
 from lpr.model.sampling.selection import Selection
 from lpr.model.sampling.specification import gumbel
-from lpr.model.step_inputs import Row, StepInputs
-from lpr.model.transfer import to_device
+from lpr.model.step_inputs import Row, Rows, StepInputs
 
 NUM_GUESSES, MOST_GUESSES = 48, 128  # fewest and most guesses after a path, by the nodes of the tree (`num_guesses`)
 DEPTH, WIDTH = 5, 12  # tokens ahead; guesses after one entry
@@ -41,6 +42,7 @@ FORWARD_MEMORY = 0.1  # weight of the latest time of a forward
 FADING = 0.99  # what is left of that mean when a forward was not worth it: one slow forward is not believed for ever
 LATE = 256  # entries of a slot that may wait while the head rests
 _NONE = 1 << 30  # in place of a guess that is not followed
+FEWEST, USUAL = 16, 8  # entries that a graph follows before it guesses: at least, and for each chain
 NUM_NOISED = 256  # likeliest tokens among which the sampling noise chooses
 
 
@@ -73,8 +75,24 @@ class _Late:
     tokens: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)  # [entries, H] each
 
-    def row(self) -> Row:
-        return Row.chain(self.slot, self.begin, self.tokens, 0)
+    def row(self, num_results: int = 0) -> Row:
+        return Row.chain(self.slot, self.begin, self.tokens, num_results)
+
+
+@dataclass(frozen=True)
+class GuessShape:
+    """The constants of guesses on a GPU: those of equal shape are replays of one graph."""
+
+    known: StaticShape  # entries that the head has not followed; its results are the ends of chains that guess
+    grown: StaticShape  # guesses that the head may follow, in reversed order of chains; its results are their tokens
+    depths: int
+    num_guesses: int
+    with_adapters = False
+
+    @property
+    def begin(self) -> int:
+        """The first word of `grown`, behind those of `known`; even, as its first words are read as 64-bit integers."""
+        return self.known.num_words + self.known.num_words % 2
 
 
 @dataclass
@@ -153,7 +171,7 @@ class Guesser:
             for each in full:
                 del self._late[each.slot]
 
-    def _join(self, chain: Chain, hidden: dict[int, Tensor]) -> _Late:
+    def _join(self, chain: Chain, hidden: dict[int, Tensor], waits: bool = True) -> _Late:
         """The entries of `chain` behind those of its slot that wait, if it goes on where they end.
 
         An ended request's may end there by chance: guesses suffer from it, no result does.
@@ -163,25 +181,24 @@ class Guesser:
         if late is None or late.begin + len(late.tokens) != row.num_cached:
             late = _Late(row.slot, row.num_cached)
         late.tokens += chain.tokens
-        states, entries = hidden[row.slot], list(chain.entries)
-        if entries == list(range(len(entries))):
-            late.states.append(states[: len(entries)].clone())  # the next replay writes over them
-        else:
-            late.states.append(states.index_select(0, to_device(np.array(entries, np.int64), states.device)))
+        states, entries, is_run = hidden[row.slot], chain.entries, chain.entries[-1] == len(chain.entries) - 1
+        parts = [states[: len(entries)]] if is_run else [states[entry : entry + 1] for entry in entries]
+        late.states += [torch.cat(parts)] if waits else parts  # a copy: the next replay writes over them
         return late
 
     @torch.no_grad()
-    def guess(self, chains: Sequence[Chain], hidden: dict[int, Tensor], cache: KVCache) -> list[HeadDraft]:
-        """Follow `chains` by the hidden states [entries, H] of the step's rows, by slot; a draft for each chain."""
-        growing, late = [_Growing(chain) for chain in chains], [self._join(chain, hidden) for chain in chains]
-        states = self._run([each.row() for each in late], [torch.cat(each.states) for each in late], cache)
-        for each, state in zip(growing, states, strict=True):
-            each.states = [state[-1]]
+    def guess(self, chains: Sequence[Chain], forward: EagerForward) -> list[HeadDraft]:
+        """Follow `chains` by the last hidden states of the step's rows; a draft for each chain."""
+        growing = [_Growing(chain) for chain in chains]
+        late = [self._join(chain, forward.hidden, waits=False) for chain in chains]
         active = [each for each in growing if each.chain.params is not None]
         if active and self._packs:
-            self._grow_at_once(active, cache)
+            self._grow_at_once(active, late, forward)
         else:
-            self._grow(active, cache)
+            states = self._run([each.row() for each in late], [torch.cat(each.states) for each in late], forward.cache)
+            for each, state in zip(growing, states, strict=True):
+                each.states = [state[-1]]
+            self._grow(active, forward.cache)
         return [each.best(self.num_guesses) for each in growing]
 
     @property
@@ -220,10 +237,10 @@ class Guesser:
             for each, state in zip(active, states, strict=True):
                 each.states = [each.states[0], *state]
 
-    def _grow_at_once(self, active: Sequence[_Growing], cache: KVCache) -> None:
+    def _grow_at_once(self, active: Sequence[_Growing], late: Sequence[_Late], forward: EagerForward) -> None:
         """As `_grow`, on a GPU: a depth that paid last time is launched, and the host reads all depths once."""
-        began, depths = time.perf_counter(), self._depths
-        found = self._launch(active, cache, depths, self.num_guesses // FOLLOWED)
+        began, depths, captures = time.perf_counter(), self._depths, forward.num_captures
+        found = self._launch(active, late, forward, depths)
         ends, self._depths = {id(each): [0] for each in active}, 1
         for depth, (tokens, shares) in enumerate(found):
             for number, each in enumerate(active):
@@ -232,75 +249,99 @@ class Guesser:
             is_worth = sum(each.paths[end] for each in active for end in ends[id(each)]) >= self.least
             if is_worth and self._depths == depth + 1 < DEPTH:
                 self._depths += 1
-        if depths > 1:
+        if depths > 1 and forward.num_captures == captures:
             self._count_time(began, depths - 1)
         if self._depths < DEPTH:
             self.forward_ms *= FADING
 
     def _launch(
-        self, active: Sequence[_Growing], cache: KVCache, depths: int, width: int
-    ) -> Iterator[tuple[list[Any], list[Any]]]:
+        self, active: Sequence[_Growing], late: Sequence[_Late], forward: EagerForward, depths: int
+    ) -> list[tuple[list[Any], list[Any]]]:
         """Per depth the tokens and probabilities after the followed guesses of each chain, as nested lists.
 
-        Each depth follows the `width` best guesses; `_follow` selects the same ones by the same float64 products. The
-        values after guesses that are not followed are arbitrary.
+        The values after guesses that are not followed are arbitrary.
         """
-        device, chains, size = self.adapter.device, len(active), width * (depths - 1)
+        cache, width, slots = forward.cache, self.num_guesses // FOLLOWED, {each.chain.row.slot for each in active}
+        rows, size = Rows.of([each.row(int(each.slot in slots)) for each in late]), width * (depths - 1)
         assert size <= WORD_BITS, "the ancestors of a guess are one word"
-        selections = self._selections(active, depths, width)
-        states, found = torch.stack([each.states[0] for each in active])[:, None], list[Tensor]()
+        unknown, depth_of = ([0] * size, [-1] * size), np.arange(size) // width
+        known = [(each.chain.row.slot, each.num_cached) for each in reversed(active)]
+        guessed = [Row(slot, cached, *unknown, cached + depth_of, 0) for slot, cached in known]
+        asked = [(each.chain.params, np.arange(depths) + each.num_cached + 1) for each in active]
+        selection = Selection.build([(params, positions) for params, positions in asked if params])
+        chains = power_of_two(len(rows))
+        usual, most = max(FEWEST, USUAL * chains), cache.rows_per_slot
+        num_kv = min(bucket_of(rows.longest + size, packed_kv(chains, usual, most)), most)
+        how: Any = dict(num_kv=num_kv, num_candidates=0, filtered=False, tree_bits=True, by_table=True)
+        made, results = partial(StaticShape, 0, chains, **how), chains * depths
+        shape = GuessShape(
+            made(num_entries=max(rows.num_entries, usual), num_keys=0, num_kept=chains),
+            made(num_entries=chains * size, num_keys=results * selection.sampled, num_kept=results),
+            depths,
+            self.num_guesses,
+        )
+        words = np.zeros(shape.begin + shape.grown.num_words, np.int32)
+        shape.known.place(words[: shape.known.num_words], rows, Selection.build([]), cache)
+        shape.grown.place(words[shape.begin :], guessed, selection, cache)
+        cache.device_tables(self.adapter.device)  # with what has changed since the step
+        states = [state for each in late for state in each.states]
+        states.insert(0, states[0].new_zeros(shape.known.num_entries - rows.num_entries, states[0].shape[1]))
+        program = partial(self._follow_and_guess, shape, cache)
+        found = forward.run_program(shape if rows.num_entries <= usual else None, program, words, states)
+        tokens, odds = np.array(found.tolist(), np.int32)[:, ::-1][:, : len(active)]  # the one wait
+        ends = [1 + width * depth for depth in range(depths - 1)]
+        parts = (np.split(each, ends, axis=1) for each in (tokens, odds.view(np.float32)))
+        return [(mine.tolist(), shares.tolist()) for mine, shares in zip(*parts, strict=True)]
+
+    def _follow_and_guess(self, shape: GuessShape, cache: KVCache, words: Tensor, given: Tensor) -> Tensor:
+        """Int32 [2, chains, ends, WIDTH]: tokens after the end of each chain and after followed guesses, depth by
+        depth, and the bits of their probabilities; chains are in reversed order.
+
+        A program without the host, for `words` and the states `given` [entries, H]. Each depth follows the best
+        guesses; `_follow` selects the same ones by the same float64 products.
+        """
+        width, device = shape.num_guesses // FOLLOWED, words.device
+        chains, size = shape.grown.batch, width * (shape.depths - 1)
+        inputs, _ = shape.known.read(words, cache)
+        self.adapter.bind(inputs, cache)
+        done, wanted = self.head.step(self.embed(inputs.tokens), given[None], inputs), inputs.logits_to_keep
+        assert isinstance(wanted, Tensor)
+        # Rows lie at the end of a packed step, and results at the beginning.
+        states, found = done[0].index_select(0, wanted.flip(0))[:, None], list[tuple[Tensor, Tensor]]()
         paths = torch.ones(chains, 1, dtype=torch.float64, device=device)
         bits = torch.zeros(chains, 1, dtype=torch.int64, device=device)
-        if size:
-            known = [(each.chain.row.slot, each.num_cached) for each in active]
-            unknown, depth_of = ([0] * size, [-1] * size), np.arange(size) // width
-            rows = [Row(slot, cached, *unknown, cached + depth_of, 0) for slot, cached in known]
-            inputs = self._inputs(rows, cache)
-            self.adapter.bind(inputs, cache)
-            mask, first = inputs.blocks[0].tree_mask, inputs.tokens.shape[1] - chains * size
-            assert mask is not None
-            given = states.new_zeros(1, inputs.tokens.shape[1], states.shape[2])
-            of_tokens = inputs.tokens[0, first:].view(chains, size)
-            of_bits = mask.bits[0, first:].view(chains, size, -1)
-            of_given = given[0, first:].view(chains, size, -1)
-        for depth in range(depths):
-            tokens, shares = likeliest(self.lm_head(states.flatten(0, 1)), selections[depth], self.head.vocabulary)
-            tokens, shares = tokens.view(chains, -1), shares.float().view(chains, -1)
-            found += [tokens.to(torch.int32), shares.contiguous().view(torch.int32)]
-            if depth == depths - 1:
+        inputs, selection = shape.grown.read(words[shape.begin :], cache)
+        self.adapter.bind(inputs, cache)
+        noise = selection.noise
+        given, mask = given.new_zeros(chains, size, given.shape[1]), inputs.blocks[0].tree_mask
+        assert mask is not None
+        of_tokens, of_bits = inputs.tokens.view(chains, size), mask.bits.view(chains, size, mask.bits.shape[2])
+        for depth in range(shape.depths):
+            known = None
+            if noise is not None:
+                parts = [each.view(chains, -1).flip(0)[:, depth, None] for each in noise]
+                known = parts[0].expand(states.shape[:2]).flatten(), parts[1].expand(states.shape[:2]).flatten()
+            tokens, shares = likeliest_of(self.lm_head(states.flatten(0, 1)), known, self.head.vocabulary)
+            tokens, shares = (each.view(chains, -1, each.shape[1]) for each in (tokens, shares.float()))
+            found.append((tokens.to(torch.int32), shares.view(torch.int32)))
+            if depth == shape.depths - 1:
                 break
-            count, here = tokens.shape[1], slice(depth * width, (depth + 1) * width)
-            behind = (paths[..., None] * shares.view(chains, paths.shape[1], -1).double()).flatten(1)
+            count, here = tokens[0].numel(), slice(depth * width, (depth + 1) * width)
+            behind = (paths[..., None] * shares.double()).flatten(1)
             behind = functional.pad(behind, (0, max(0, width - count)))
             best, order = behind.sort(dim=1, descending=True, stable=True)
-            order = torch.where(best * self.num_guesses >= 2 * LEAST, order, _NONE)[:, :width].sort(dim=1).values
+            order = torch.where(best * shape.num_guesses >= 2 * LEAST, order, _NONE)[:, :width].sort(dim=1).values
             followed, order = order < _NONE, order.clamp_max(count - 1)
-            parents = order // (count // paths.shape[1])
+            parents = order // tokens.shape[2]
             paths = torch.where(followed, behind.gather(1, order), 0.0)
             own = torch.ones_like(parents) << torch.arange(here.start, here.stop, device=device)
             bits = bits.gather(1, parents) | own
-            of_tokens[:, here], of_bits[:, here, 0] = tokens.gather(1, order), bits
-            of_given[:, here] = states.gather(1, parents[..., None].expand(-1, -1, states.shape[2]))
+            of_tokens[:, here], of_bits[:, here, 0] = tokens.flatten(1).gather(1, order), bits
+            given[:, here] = states.gather(1, parents[..., None].expand(-1, -1, states.shape[2]))
             again = replace(inputs, made={}, made_of_masks={}, cache_storages=set(), computed=-1)
-            done = self.head.step(self.embed(inputs.tokens), given, again)
-            states = done[0, first:].view(chains, size, -1)[:, here]
-        words = np.array(torch.cat(found, 1).tolist(), np.int32)  # the one wait
-        ends = np.cumsum([each.shape[1] for each in found])
-        parts = [each.reshape(chains, -1, int(ends[0])) for each in np.split(words, ends[:-1], axis=1)]
-        odds = [each.view(np.float32).tolist() for each in parts[1::2]]
-        return zip([each.tolist() for each in parts[::2]], odds, strict=True)
-
-    def _selections(self, active: Sequence[_Growing], depths: int, width: int) -> list[Selection]:
-        """The sampling parameters per depth: one entry per chain, then `width`; uploaded by one copy."""
-        made = []
-        for depth in range(depths):
-            params = [(each.chain.params, [each.num_cached + 1 + depth] * (width if depth else 1)) for each in active]
-            made.append(Selection.build([(p, q) for p, q in params if p]))
-        if not made[0].sampled:
-            return made
-        words = to_device(np.concatenate([each.words.numpy() for each in made]), self.adapter.device)
-        parts = words.split([len(each.words) for each in made])
-        return [replace(each, words=part) for each, part in zip(made, parts, strict=True)]
+            done = self.head.step(self.embed(inputs.tokens), given.view(1, chains * size, -1), again)
+            states = done[0].view(chains, size, -1)[:, here]
+        return torch.stack([torch.cat(each, 1) for each in zip(*found, strict=True)])
 
     def _count_time(self, began: float, forwards: int = 1) -> None:
         took = (time.perf_counter() - began) * 1e3 / forwards
@@ -352,15 +393,21 @@ def likeliest(logits: Tensor, selection: Selection, vocabulary: Tensor | None = 
     """
     if native.guess_rows is not None and logits.device.type == "cpu":
         return in_cpp.guesses(logits, selection, vocabulary, NUM_NOISED, WIDTH)
+    return likeliest_of(logits, selection.noise, vocabulary)
+
+
+def likeliest_of(
+    logits: Tensor, noise: tuple[Tensor, Tensor] | None, vocabulary: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `likeliest`, by operators; `noise` are the temperature and the noise key of each row, None of greedy ones."""
     scores = logits.float().nan_to_num()
-    if not selection.sampled:
+    if noise is None:
         top, tokens = scores.topk(min(WIDTH, scores.shape[1]))
         tokens = tokens if vocabulary is None else vocabulary[tokens]
         return tokens, (top - scores.logsumexp(-1, keepdim=True)).exp()
     top, tokens = scores.topk(min(NUM_NOISED, scores.shape[1]))
     tokens = tokens if vocabulary is None else vocabulary[tokens]
-    warm = selection.temperature[:, None]
-    noise = gumbel(selection.keys[selection.key_of][:, None], tokens)
-    noised = torch.where(warm > 0, top / torch.where(warm > 0, warm, 1.0) + noise, top)
+    warm, keys = noise[0][:, None], noise[1][:, None]
+    noised = torch.where(warm > 0, top / torch.where(warm > 0, warm, 1.0) + gumbel(keys, tokens), top)
     best, places = noised.softmax(-1).topk(min(WIDTH, noised.shape[1]))
     return tokens.gather(1, places), best

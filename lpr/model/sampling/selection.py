@@ -97,6 +97,11 @@ class Selection:
         """[n] float32; 0 is off."""
         return self._column(4).view(torch.float32)
 
+    @property
+    def noise(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The temperature and the noise key of each row; None if no row is sampled."""
+        return (self.temperature, self.keys[self.key_of]) if self.sampled else None
+
     def rows(self, index: np.ndarray) -> Selection:
         """The selection of the rows `index`, in this order, each with a key of its own."""
         if not self.sampled:
