@@ -102,6 +102,7 @@ class _Growing:
     chain: Chain
     draft: HeadDraft = field(default_factory=HeadDraft)
     paths: list[float] = field(default_factory=lambda: [1.0])  # path probability of each guess
+    begin: int = 1  # the first guess that is new
     entries: list[int] = field(default_factory=list)  # guesses that the head has followed, parents first
     states: list[Tensor] = field(default_factory=list)  # g [H] of the chain's end, then of `entries`
 
@@ -225,7 +226,7 @@ class Guesser:
                 self._count_time(began)
             if depth == DEPTH - 1:
                 break
-            ends = {id(each): self._follow(each, ends[id(each)]) for each in active}
+            ends = {id(each): self._follow(each) for each in active}
             active = [each for each in active if ends[id(each)]]
             if not active:
                 break
@@ -244,8 +245,9 @@ class Guesser:
         ends, self._depths = {id(each): [0] for each in active}, 1
         for depth, (tokens, shares) in enumerate(found):
             for number, each in enumerate(active):
-                self._add(each, ends[id(each)], tokens[number], shares[number])
-            ends = {id(each): self._follow(each, ends[id(each)]) for each in active}
+                mine = ends[id(each)]
+                self._add(each, mine, tokens[number, : len(mine)].tolist(), shares[number, : len(mine)].tolist())
+            ends = {id(each): self._follow(each) for each in active}
             is_worth = sum(each.paths[end] for each in active for end in ends[id(each)]) >= self.least
             if is_worth and self._depths == depth + 1 < DEPTH:
                 self._depths += 1
@@ -256,17 +258,17 @@ class Guesser:
 
     def _launch(
         self, active: Sequence[_Growing], late: Sequence[_Late], forward: EagerForward, depths: int
-    ) -> list[tuple[list[Any], list[Any]]]:
-        """Per depth the tokens and probabilities after the followed guesses of each chain, as nested lists.
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Per depth the tokens and probabilities [chains, ends, WIDTH] after the followed guesses of each chain.
 
         The values after guesses that are not followed are arbitrary.
         """
         cache, width, slots = forward.cache, self.num_guesses // FOLLOWED, {each.chain.row.slot for each in active}
         rows, size = Rows.of([each.row(int(each.slot in slots)) for each in late]), width * (depths - 1)
         assert size <= WORD_BITS, "the ancestors of a guess are one word"
-        unknown, depth_of = ([0] * size, [-1] * size), np.arange(size) // width
+        unknown = np.array([[0] * size, [-1] * size, np.arange(size) // width], np.int32)
         known = [(each.chain.row.slot, each.num_cached) for each in reversed(active)]
-        guessed = [Row(slot, cached, *unknown, cached + depth_of, 0) for slot, cached in known]
+        guessed = [Row.of(slot, at, unknown + np.array([[0], [0], [at]], np.int32), 0) for slot, at in known]
         asked = [(each.chain.params, np.arange(depths) + each.num_cached + 1) for each in active]
         selection = Selection.build([(params, positions) for params, positions in asked if params])
         chains = power_of_two(len(rows))
@@ -288,10 +290,9 @@ class Guesser:
         states.insert(0, states[0].new_zeros(shape.known.num_entries - rows.num_entries, states[0].shape[1]))
         program = partial(self._follow_and_guess, shape, cache)
         found = forward.run_program(shape if rows.num_entries <= usual else None, program, words, states)
-        tokens, odds = np.array(found.tolist(), np.int32)[:, ::-1][:, : len(active)]  # the one wait
+        tokens, odds = found.cpu().numpy()[:, ::-1][:, : len(active)]  # the one wait
         ends = [1 + width * depth for depth in range(depths - 1)]
-        parts = (np.split(each, ends, axis=1) for each in (tokens, odds.view(np.float32)))
-        return [(mine.tolist(), shares.tolist()) for mine, shares in zip(*parts, strict=True)]
+        return list(zip(*(np.split(each, ends, axis=1) for each in (tokens, odds.view(np.float32))), strict=True))
 
     def _follow_and_guess(self, shape: GuessShape, cache: KVCache, words: Tensor, given: Tensor) -> Tensor:
         """Int32 [2, chains, ends, WIDTH]: tokens after the end of each chain and after followed guesses, depth by
@@ -371,15 +372,16 @@ class Guesser:
         for end, *rows in zip(ends, tokens, shares, strict=False):
             for token, share in zip(*rows, strict=True):
                 path = each.paths[end] * share
-                if path * self.num_guesses >= LEAST:
-                    each.draft.add(end, token, int(share * PROBABILITY_STEPS))
-                    each.paths.append(path)
+                if not path * self.num_guesses >= LEAST:  # or it is no number
+                    break  # they are in order
+                each.draft.add(end, token, int(share * PROBABILITY_STEPS))
+                each.paths.append(path)
 
-    def _follow(self, each: _Growing, ends: Sequence[int]) -> list[int]:
-        """The guesses after `ends` that the head follows, the best ones."""
-        new = [guess for guess, parent in enumerate(each.draft.parents) if parent in ends and guess]
-        best = sorted(new, key=lambda guess: -each.paths[guess])[: self.num_guesses // FOLLOWED]
-        chosen = sorted(guess for guess in best if each.paths[guess] * self.num_guesses >= 2 * LEAST)
+    def _follow(self, each: _Growing) -> list[int]:
+        """Of the guesses that are new those that the head follows, the best ones."""
+        new, each.begin = range(each.begin, len(each.paths)), len(each.paths)
+        likely = [guess for guess in new if each.paths[guess] * self.num_guesses >= 2 * LEAST]
+        chosen = sorted(sorted(likely, key=lambda guess: -each.paths[guess])[: self.num_guesses // FOLLOWED])
         each.entries += chosen
         return chosen
 

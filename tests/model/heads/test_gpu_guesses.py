@@ -16,10 +16,11 @@ import torch
 from lpr import DecodeConfig, Engine, SamplingParams
 from lpr.core.heads import HeadDraft
 from lpr.engine.options import EngineOptions
+from lpr.model import reserve
 from lpr.model.eager_forward import EagerForward
-from lpr.model.graphs import GraphForward
+from lpr.model.graphs import MAX_GRAPHS, GraphForward
 from lpr.model.heads import guesses
-from lpr.model.heads.guesses import DEPTH, Chain, Guesser, GuessShape
+from lpr.model.heads.guesses import DEPTH, FOLLOWED, Chain, Guesser, GuessShape
 from lpr.model.heads.head import DraftHead
 from lpr.model.loader import Loaded
 from lpr.model.sampling.selection import Selection
@@ -249,6 +250,20 @@ def test_results_of_a_step_outlive_the_guesses(
         )
     )
     assert (done == [plain[0][:12]]) == (not fault)
+
+
+@pytest.mark.usefixtures("quick_start", "short_steps")
+def test_memory_of_guesses_is_told(loaded: Loaded, gpu: PretendGpu) -> None:
+    """Of their graphs, and of the logits of a depth for a power of two of sequences; none while they are off."""
+    there = replace(loaded, model=to_gpu(copy.deepcopy(loaded.model)), head=to_gpu(copy.deepcopy(loaded.head)))
+    engine = Engine(there, DECODE, EngineOptions(swap_space=0))
+    on = engine.model.memory_needs(3, 16, 16, 64, 0)
+    assert engine.model.guesser is not None and engine.model.guesser.num_guesses == 48
+    engine.configure(replace(DECODE, draft_heads="off"))
+    off = engine.model.memory_needs(3, 16, 16, 64, 0)
+    assert on is not None and off is not None
+    assert on.graphs - off.graphs == (MAX_GRAPHS - reserve.MOST_COMMON) * reserve.GRAPH_BYTES
+    assert on.logits - off.logits == 4 * (48 // FOLLOWED) * 97 * (4 + 4 + 4) and on.steps > off.steps
 
 
 @pytest.mark.usefixtures("quick_start", "short_steps")
