@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,16 @@ class GuessShape:
     depths: int
     num_guesses: int
     with_adapters = False
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(chains: int, num_entries: int, num_kv: int, depths: int, num_guesses: int, sampled: bool) -> GuessShape:
+        """Cached, so that the sizes of its parts are computed once."""
+        how: Any = dict(num_kv=num_kv, num_candidates=0, filtered=False, tree_bits=True, by_table=True)
+        size, results = num_guesses // FOLLOWED * (depths - 1), chains * depths
+        known = StaticShape(0, chains, num_entries, num_keys=0, num_kept=chains, **how)
+        grown = StaticShape(0, chains, chains * size, num_keys=results * sampled, num_kept=results, **how)
+        return GuessShape(known, grown, depths, num_guesses)
 
     @property
     def begin(self) -> int:
@@ -274,14 +285,8 @@ class Guesser:
         chains = power_of_two(len(rows))
         usual, most = max(FEWEST, USUAL * chains), cache.rows_per_slot
         num_kv = min(bucket_of(rows.longest + size, packed_kv(chains, usual, most)), most)
-        how: Any = dict(num_kv=num_kv, num_candidates=0, filtered=False, tree_bits=True, by_table=True)
-        made, results = partial(StaticShape, 0, chains, **how), chains * depths
-        shape = GuessShape(
-            made(num_entries=max(rows.num_entries, usual), num_keys=0, num_kept=chains),
-            made(num_entries=chains * size, num_keys=results * selection.sampled, num_kept=results),
-            depths,
-            self.num_guesses,
-        )
+        sizes = chains, max(rows.num_entries, usual), num_kv, depths, self.num_guesses, selection.sampled
+        shape = GuessShape.of(*sizes)
         words = np.zeros(shape.begin + shape.grown.num_words, np.int32)
         shape.known.place(words[: shape.known.num_words], rows, Selection.build([]), cache)
         shape.grown.place(words[shape.begin :], guessed, selection, cache)
@@ -291,8 +296,8 @@ class Guesser:
         program = partial(self._follow_and_guess, shape, cache)
         found = forward.run_program(shape if rows.num_entries <= usual else None, program, words, states)
         tokens, odds = found.cpu().numpy()[:, ::-1][:, : len(active)]  # the one wait
-        ends = [1 + width * depth for depth in range(depths - 1)]
-        return list(zip(*(np.split(each, ends, axis=1) for each in (tokens, odds.view(np.float32))), strict=True))
+        shares, begins = odds.view(np.float32), [0, *range(1, 2 + size, width)]
+        return [(tokens[:, a:b], shares[:, a:b]) for a, b in pairwise(begins)]
 
     def _follow_and_guess(self, shape: GuessShape, cache: KVCache, words: Tensor, given: Tensor) -> Tensor:
         """Int32 [2, chains, ends, WIDTH]: tokens after the end of each chain and after followed guesses, depth by
