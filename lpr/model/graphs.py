@@ -263,7 +263,7 @@ class GraphForward(EagerForward):
         worst = self._worst(outcome)
         if worst > outcome:
             self._give_up(RuntimeError("another rank of this replica could not capture a step"))
-        self.is_wrong = worst == WRONG and program is None
+        self.is_wrong = worst == WRONG
         return captured if worst == CAPTURED else None
 
     def _give_up(self, failure: Exception) -> None:
