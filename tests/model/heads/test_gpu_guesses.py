@@ -178,7 +178,7 @@ MANY = [[(seed * i + seed) % 97 for i in range(8 + seed)] for seed in range(3, 9
 
 @pytest.mark.parametrize("fault", [None, *REPLAYED])
 @pytest.mark.usefixtures("quick_start", "short_steps")
-@pytest.mark.slow(first=2)
+@pytest.mark.slow
 def test_replays_are_bit_by_bit_what_the_program_makes(
     fault: Any, loaded: Loaded, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
