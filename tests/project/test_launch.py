@@ -219,7 +219,8 @@ def test_the_store_asks_for_its_password_and_does_not_show_it(number: int, tmp_p
     (tmp_path / "valkey-server").write_text(f'#!/bin/sh\nexec redis-server "$@" --port {port} --bind 127.0.0.1\n')
     (tmp_path / "valkey-server").chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VALKEY_PASSWORD": "sesame"}
-    with subprocess.Popen(store_commands()[number], env=env, cwd=tmp_path, stdout=subprocess.DEVNULL) as server:
+    how: dict[str, Any] = {"env": env, "cwd": tmp_path, "stdout": subprocess.DEVNULL, "start_new_session": True}
+    with subprocess.Popen(store_commands()[number], **how) as server:  # a shell, whose child the server may be
         once = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
         stranger, friend = (redis.Redis(port=port, password=each, protocol=2, retry=once) for each in (None, "sesame"))
         try:
@@ -237,7 +238,7 @@ def test_the_store_asks_for_its_password_and_does_not_show_it(number: int, tmp_p
         finally:
             stranger.close()
             friend.close()
-            server.kill()
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 def test_prometheus_and_grafana_find_each_other() -> None:

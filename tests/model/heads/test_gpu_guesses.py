@@ -184,7 +184,7 @@ def test_replays_are_bit_by_bit_what_the_program_makes(
 ) -> None:
     """Of greedy and sampled requests, at all depths, while pages run out and requests end; with one upload."""
     params = [SamplingParams(max_new_tokens=8 + 5 * i, temperature=0.9 * (i % 2), seed=i) for i in range(6)]
-    asked = params, [replace(each, temperature=0.0) for each in params]
+    asked = [params, [replace(each, temperature=0.0) for each in params]][: 2 if fault is None else 1]
     known = [ids(Engine(loaded, DecodeConfig.autoregressive()).generate(MANY, each)) for each in asked]
     there = replace(loaded, model=to_gpu(copy.deepcopy(loaded.model)), head=to_gpu(copy.deepcopy(loaded.head)))
     are_equal: list[bool] = []
@@ -221,12 +221,9 @@ def test_replays_are_bit_by_bit_what_the_program_makes(
     engine = Engine(there, replace(DECODE, max_batch_size=4, kv_tokens=192), EngineOptions(swap_space=300e3 / 2**30))
     assert [ids(engine.generate(MANY, each)) for each in asked] == known
     assert engine.model.graph_reason is None and engine.scheduler.counts.preemptions > 0
-    assert {shape.depths for shape in shapes} == {1, 2, 3, 4, 5} and {shape.known.batch for shape in shapes} == {
-        1,
-        2,
-        4,
-    }
-    assert len({shape.grown.num_keys > 0 for shape in shapes}) == 2 and shapes.total() > 2 * len(shapes)
+    assert {shape.depths for shape in shapes} == {1, 2, 3, 4, 5} and shapes.total() > 2 * len(shapes)
+    assert fault or {shape.known.batch for shape in shapes} == {1, 2, 4}
+    assert len({shape.grown.num_keys > 0 for shape in shapes}) == len(asked)
     graphs = engine.model.graphs
     assert graphs is not None and shapes.keys() <= graphs._graphs.keys() and engine.model.num_captures >= len(graphs)
     assert all(are_equal) == (fault is None)
