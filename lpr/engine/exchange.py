@@ -197,12 +197,11 @@ class Exchange:
             self._on_host[: len(header)] = header
         else:
             copy_over(payload[: len(header)], header)
-        by_numpy = local is not None and table is not None
-        if words is not None and places is None and not by_numpy:
+        if words is not None and places is None and (local is None or table is None):
             places = to_device(words, payload.device)
         if self.comm.drafting:
             payload[wire.TIME_WORD] = min(int((time.perf_counter() - self._began) * 1e6), 2**31 - 1)
-        if local is not None and table is not None and by_numpy:  # in a fraction of torch's time
+        if local is not None and table is not None:  # by numpy, in a fraction of torch's time
             results = local.numpy()
             table[words[1] if words is not None else slice(len(local)), : local.shape[1]] = (
                 results if words is None or self.comm.size == 1 else results[words[0]]

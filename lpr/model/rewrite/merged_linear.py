@@ -118,8 +118,8 @@ class MergedLinear(Rewrite):
         """As Rewrite.undo; the weights stay contiguous."""
         members: list[Any] = [each for each in module.children() if isinstance(each, PackedLinear)]
         for member in members:
+            member.__class__ = nn.Linear if member.pack.group is None else ReducedLinear
             del member.pack, member.place
-            member.__class__ = nn.Linear
 
 
 def lie_together(parts: Sequence[torch.Tensor]) -> bool:
