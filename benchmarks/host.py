@@ -6,9 +6,10 @@
 The model's forward is replaced by a paced device (benchmarks.paced_device): it takes t(n) of a table of step times and
 answers from recorded completions. *Efficiency* is the device's time over wall time while a batch decodes; *host ms* is
 the median time of a step beyond the device's time, and *host us per request* all of the thread's work in a step, hidden
-or not, over its requests. Steps that evaluate a prompt do not count. The host's work is timed
-by the processor time of its thread. Its waits for the device poll, as CUDA does by default. `h100_7b` is an estimate of
-a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64, then 13.2 GFLOP a token at 600 TFLOP/s).
+or not, over its requests. Steps that evaluate a prompt do not count. The host's work is timed by the processor time of
+its thread, in which it waits for others that draft with it (--threads). Its waits for the device poll, as CUDA does by
+default. `h100_7b` is an estimate of a 7B model in bf16 on one H100 (7.3 ms for 1 node, 9 ms for 64, then 13.2 GFLOP a
+token at 600 TFLOP/s).
 
 Nodes are those of a sequence on each rank, 0 those of plain decoding. With lp above 1 the other ranks are simulated:
 they take as long as this rank, at the same time, and the collective takes no time. A sampled request follows the
@@ -43,7 +44,6 @@ SPARE = 64  # entries of a step beyond its trees, per sequence, up to which the 
 class HostOptions(Options):
     """Efficiency of a step on a device of a given pace."""
 
-    threads: Whole = 1  # CPU threads; 0 leaves torch's default.
     traces: str | None = None  # JSON lines with prompt and completion; this repository's source if none is given.
     quick: Flag = False  # Fewer cases and steps: some minutes.
     steps: Whole = 0  # Steps per case; 0 means 200, or 60 with --quick.

@@ -20,8 +20,17 @@ inline void add_row_entries(const SequenceState& state, const TokenTree& tree, c
     positions[i] = static_cast<int32_t>(computed + i);
   }
   if (shard.nodes.size() < 2) return;
+  int32_t root = static_cast<int32_t>(above);
+  if (static_cast<int32_t>(shard.nodes.size()) == tree.size()) {  // all nodes, in their order
+    for (int node = 1; node < tree.size(); node++) {
+      tokens[root + node] = tree.tokens[node];
+      parents[root + node] = root + tree.parents[node];
+      positions[root + node] = static_cast<int32_t>(length - 1) + tree.depths[node];
+    }
+    return;
+  }
   Tokens entry(tree.size(), -1);
-  entry[0] = static_cast<int32_t>(above);
+  entry[0] = root;
   for (size_t i = 1; i < shard.nodes.size(); i++) {
     int node = shard.nodes[i];
     entry[node] = static_cast<int32_t>(above + i);

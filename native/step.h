@@ -1,6 +1,8 @@
 // The host's two halves of a step. Specification: lpr/core/step.py.
 #pragma once
 
+#include <map>
+
 #include "budgets.h"
 #include "parallel.h"
 #include "rows.h"
@@ -269,6 +271,7 @@ class StepDraft {
 
  private:
   std::shared_ptr<std::vector<Shard>> of_roots_;  // of this rank alone
+  std::map<int, std::shared_ptr<std::vector<Shard>>> of_sizes_;  // by a tree's nodes, where there is one rank
   int num_threads_;
 
   // Accept a path of one tree and advance its state; `kept` gets the row's entries whose K/V stays.
@@ -403,10 +406,13 @@ class StepDraft {
     return most;
   }
 
-  // The shards of a tree; all roots of this rank alone have the same.
-  std::shared_ptr<std::vector<Shard>> shards_of(size_t i) const {
-    if (!trees[i] || (served.size() == 1 && trees[i]->size() == 1)) return of_roots_;
-    return std::make_shared<std::vector<Shard>>(split(*states[i], *trees[i]));
+  // The shards of a tree. Where this is the only rank, trees of one size have the same.
+  std::shared_ptr<std::vector<Shard>> shards_of(size_t i) {
+    if (!trees[i]) return of_roots_;
+    if (served.size() > 1) return std::make_shared<std::vector<Shard>>(split(*states[i], *trees[i]));
+    auto& found = of_sizes_[trees[i]->size()];
+    if (!found) found = std::make_shared<std::vector<Shard>>(split(*states[i], *trees[i]));
+    return found;
   }
 
   // The shards of a tree: home ranks with a longer pending chain get fewer nodes, other ranks none.

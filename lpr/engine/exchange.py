@@ -186,7 +186,8 @@ class Exchange:
         payload = layout.payload
         if payload is None:  # only with log-probabilities
             payload = self._payload.new_zeros(num_words)
-        header, in_order = draft.header, self.comm.size == 1 and (len(draft) == 1 or self.capacity == 1)
+        header, is_full = draft.header, local is not None and len(local) == len(draft) * self.capacity
+        in_order = self.comm.size == 1 and (len(draft) == 1 or is_full)
         words = draft.placement if local is not None and not in_order else None
         places: torch.Tensor | None = None
         if words is not None and payload.is_cuda:  # both in one copy

@@ -25,7 +25,7 @@ from lpr.engine.plan import GREEDY, StepPlan, selection
 from lpr.engine.request import Request
 from lpr.model.runner import TreeModel
 from lpr.model.step_inputs import Row, Rows
-from lpr.model.threads import team_size
+from lpr.model.threads import drafting_threads
 from lpr.native import Concluded, Conclusion, StepDraft, draft_step
 
 
@@ -42,7 +42,8 @@ def decode_step(
 ) -> StepResult:
     """Take the step of `plan`; a rank without work still takes part in the gather."""
     exchange.begin_step()
-    draft = draft_trees(plan, exchange, budgets, min(plan.sizes.num_recycled, model.vocab_size))
+    num_threads = drafting_threads(model.device, exchange.comm.num_sharing)
+    draft = draft_trees(plan, exchange, budgets, min(plan.sizes.num_recycled, model.vocab_size), num_threads)
     rows = Rows(plan.batch.slots(draft.rank), draft.columns, draft.entries, draft.totals)
     hooks.end_phase("draft")
     fills = [
@@ -74,7 +75,9 @@ def decode_step(
     return StepResult(outcomes, gathered.num_command_bytes)
 
 
-def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candidates: int) -> StepDraft:
+def draft_trees(
+    plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candidates: int, num_threads: int
+) -> StepDraft:
     """Draft this rank's trees; ranks that share a tree draft it identically."""
     comm, digests = exchange.comm, None
     if comm.size * comm.tp_size > 1:
@@ -83,7 +86,7 @@ def draft_trees(plan: StepPlan, exchange: Exchange, budgets: Budgets, num_candid
         digests = [*(request.running.digest for request, _ in plan.filling), plan.digest]
     return draft_step(
         *(plan.batch.states, budgets, comm.rank, plan.batch.served, exchange.capacity),
-        *(num_candidates, plan.num_command_bytes, digests, team_size()),
+        *(num_candidates, plan.num_command_bytes, digests, num_threads),
     )
 
 
