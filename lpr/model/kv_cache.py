@@ -77,20 +77,16 @@ class KVCache(StatesInCache, Cache):
         self.layer_tensors: dict[int, Pair] = {}
         """Per layer its keys and values, [rows, heads, dim] each."""
         self._pools: list[Tensor] = []
-        self._fixed: set[int] = set()
-        """Layers whose rows no commit moves."""
-        self._moved: list[Tensor] = []
-        """The pools of all other layers."""
+        self._fixed: set[int] = set()  # layers whose rows no commit moves
+        self._moved: list[Tensor] = []  # the pools of all other layers
         self._flat: dict[int, tuple[tuple[Tensor, int], tuple[Tensor, int]]] = {}
         """All rows [layers * rows, heads, dim] of what holds a layer's keys and values, and where the layer's begin."""
         self.in_fp8 = False  # True: caches that `resized` makes keep K/V in FP8
         self.adapters: Any = None
         """The adapters of its slots, a SlotAdapters (lpr.model.lora.bank); None if no slot has one."""
         self._device_tables: Tensor | None = None
-        self._num_begun = 0
-        """Pages up to the last that a slot has had."""
-        self._changed: list[np.ndarray] = []
-        """Places among all tables that `device_tables` lacks."""
+        self._num_begun = 0  # pages up to the last that a slot has had
+        self._changed: list[np.ndarray] = []  # places among all tables that `device_tables` lacks
 
     @property
     def num_rows(self) -> int:
@@ -246,13 +242,18 @@ class KVCache(StatesInCache, Cache):
         states, block = (key_states, value_states), step.blocks[0]
         if torch.compiler.is_compiling() and layer_idx in self._flat:
             return self._update_compiled(step, layer_idx, states)
-        views = []
         for side, new in zip(self.layer_tensors[layer_idx], states, strict=True):
             new = as_stored(new, side)
             if block.first_row is not None and not step.packed:  # the entries lie side by side
                 side.narrow(0, block.first_row, new.shape[2]).copy_(new[0].transpose(0, 1))
             else:
                 side.index_copy_(0, step.write_rows, new.transpose(1, 2).flatten(0, 1))
+        return self.read(layer_idx, step)
+
+    def read(self, layer_idx: int, step: StepInputs) -> Pair:
+        """The K and V of a layer that attention reads, as `update` returns them."""
+        views, block = [], step.blocks[0]
+        for side in self.layer_tensors[layer_idx]:
             step.hand_out(side)
             whole = as_read(side).transpose(0, 1)[None]
             by_row = step.packed or block.table is not None or step.pages is not None

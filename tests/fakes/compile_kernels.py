@@ -19,7 +19,7 @@ from lpr.model.kernels.attention_code import attend, combine
 from lpr.model.kernels.attention_kernel import choose_tiles
 from lpr.model.kernels.coded_code import multiply_codes
 from lpr.model.kernels.coded_kernel import block_of
-from lpr.model.kernels.elementwise_code import gate_rows, normalise, rotate_heads
+from lpr.model.kernels.elementwise_code import gate_rows, normalise, place_heads, rotate_heads
 from lpr.model.kernels.exact_code import add_splits, attend_exactly
 from lpr.model.kernels.likely_code import choose_likeliest, list_likeliest
 from lpr.model.kernels.moves_kernel import BLOCK as MOVED_WORDS
@@ -154,9 +154,13 @@ def main() -> None:
 def elementwise() -> list[dict[str, Any]]:
     """What lies between the matrix products of a 7B model's layer."""
     constants = {"WIDTH": 4096, "WEIGHING": 0, "HAS_ADDED": True, "HALF": 64, "HEADS": 8, "ACTIVATION": 0}
+    types = {"rows_at": "*i64", "keys_at": "*bf16"}
     return [
-        {"kernel": kernel.__name__, **build(kernel, 90, torch.bfloat16, {**constants, "BLOCK": block}, num_warps=4)}
-        for kernel, block in ((normalise, 4096), (rotate_heads, 64), (gate_rows, 1024))
+        {
+            "kernel": kernel.__name__,
+            **build(kernel, 90, torch.bfloat16, {**constants, "BLOCK": block}, types, num_warps=4),
+        }
+        for kernel, block in ((normalise, 4096), (rotate_heads, 64), (place_heads, 64), (gate_rows, 1024))
     ]
 
 

@@ -32,6 +32,7 @@ from tests.fakes.pretend_kernels import (
     move_rows,
     multiply_codes,
     norm_heads,
+    place,
     rms_norm,
     rotate,
     sampling_kernel,
@@ -130,7 +131,7 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     attention_kernel = pytest.importorskip("lpr.model.kernels.attention_kernel")
     monkeypatch.setattr(attention_kernel, "tree_attention", kernel)
     monkeypatch.setattr("lpr.model.kernels.exact_kernel.tree_attention", exact_kernel)
-    for each in (rms_norm, norm_heads, rotate, gate):
+    for each in (rms_norm, norm_heads, rotate, place, gate):
         monkeypatch.setattr(f"lpr.model.kernels.elementwise_kernel.{each.__name__}", each)
     monkeypatch.setattr("lpr.model.kernels.coded_kernel.multiply", multiply_codes)
     monkeypatch.setattr("lpr.model.kernels.moves_kernel.move_rows", move_rows)

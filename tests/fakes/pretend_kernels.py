@@ -108,15 +108,32 @@ def _normed(states: torch.Tensor, weight: torch.Tensor, epsilon: float, weighing
 
 def rotate(states: Any, cosines: Any, sines: Any, heads: int) -> None:
     """Stands for the kernel of rotary embeddings, likewise."""
+    run = lambda: _rotate(*map(held, (states, cosines, sines)), heads)  # noqa: E731
+    _launch_on((states, cosines, sines), (states,), run)
+
+
+def _rotate(states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> None:
+    width = cosines.shape[-1]
+    part = states[..., : heads * width].unflatten(-1, (heads, width))
+    low, high = part.chunk(2, -1)
+    turned = torch.cat([-high, low], -1)
+    part.copy_(part * cosines[..., None, :] + turned * sines[..., None, :])
+
+
+def place(states: Any, cosines: Any, sines: Any, num_queries: int, rows: Any, keys: Any, values: Any) -> None:
+    """Stands for the kernel that rotates heads and writes K and V to the cache, likewise."""
 
     def run() -> None:
-        width = cosines.shape[-1]
-        part = held(states)[..., : heads * width].unflatten(-1, (heads, width))
-        low, high = part.chunk(2, -1)
-        turned = torch.cat([-high, low], -1)
-        part.copy_(part * held(cosines)[..., None, :] + turned * held(sines)[..., None, :])
+        turned, num_keys, width = held(states).clone(), keys.shape[1], cosines.shape[-1]
+        _rotate(turned, held(cosines), held(sines), num_queries + num_keys)
+        by_head = turned.flatten(0, -2).unflatten(-1, (-1, width))
+        held(states).copy_(
+            torch.cat([turned[..., : num_queries * width], held(states)[..., num_queries * width :]], -1)
+        )
+        for side, first in ((keys, num_queries), (values, num_queries + num_keys)):
+            held(side).index_copy_(0, held(rows), by_head[:, first : first + num_keys])
 
-    _launch_on((states, cosines, sines), (states,), run)
+    _launch_on((states, cosines, sines, rows), (states, keys, values), run)
 
 
 def gate(states: Any, activation: int) -> torch.Tensor:

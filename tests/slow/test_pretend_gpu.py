@@ -14,6 +14,7 @@ from lpr import Engine, Lookahead
 from lpr.model import loader
 from lpr.model.fused import decoder_layer
 from lpr.model.fused.decoder_layer import DecoderLayer
+from lpr.model.kernels import elementwise_kernel
 from lpr.model.rewrite.merged_linear import PackedLinear
 from tests.fakes.again import again
 from tests.fakes.models import tiny_model
@@ -63,7 +64,7 @@ def test_families_give_the_cpus_ids(family: str, gpu: PretendGpu) -> None:
     assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
 
 
-@pytest.mark.parametrize("layers", ["known", "unknown", "broken kernels"])
+@pytest.mark.parametrize("layers", ["known", "unknown", "broken kernels", "wrong rows"])
 def test_a_checkpoint(
     layers: str, gpu: PretendGpu, model: PreTrainedModel, expected: dict[str, list[list[int]]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
@@ -71,13 +72,23 @@ def test_a_checkpoint(
     """As a program loads one: packed, its layers replaced.
 
     A model of unknown layers goes to the compiler, which refuses to work on this machine and is given up. So does one
-    whose layers' kernels do not work, which keeps the kernel of attention.
+    whose layers' kernels do not work, which keeps the kernel of attention, or write K and V to other rows
+    than the step's.
     """
     knows_layers = layers == "known"
     if layers == "unknown":
         monkeypatch.setattr(decoder_layer, "layer_of", lambda *_: None)
     if layers == "broken kernels":
         monkeypatch.setattr("lpr.model.kernels.elementwise_kernel.gate", fails)
+
+    written: list[int] = []
+    place = elementwise_kernel.place
+
+    def noted(states: Any, cosines: Any, sines: Any, num_queries: int, rows: Any, *sides: Any) -> None:
+        written.append(num_queries)
+        place(states, cosines, sines, num_queries, rows + 1 if layers == "wrong rows" else rows, *sides)
+
+    monkeypatch.setattr(elementwise_kernel, "place", noted)
 
     def read_there(where: torch.device, read: Any, dtype: Any) -> Any:
         model, info = read(dtype=dtype)
@@ -100,6 +111,8 @@ def test_a_checkpoint(
     assert compiled is None if knows_layers else compiled is not None and bool(compiled.reason)
     assert caplog.text.count("steps are not compiled") == (not knows_layers)
     assert caplog.text.count("using transformers' own: no such instruction") == (layers == "broken kernels")
+    assert caplog.text.count("the faster modules do not fit") == (layers in ("broken kernels", "wrong rows"))
+    assert bool(written) == (layers in ("known", "wrong rows"))
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.1])

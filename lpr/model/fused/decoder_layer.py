@@ -1,6 +1,6 @@
 """Decoder layers of Llama's structure with fused parts; on a CPU all layers in one call, if all their parts are known.
 
-On a GPU a layer takes 13 launches instead of 42. On a CPU a step reads all weights, which evicts the interpreter's data
+On a GPU a layer takes 11 launches instead of 42. On a CPU a step reads all weights, which evicts the interpreter's data
 from the caches: 30 calls per layer instead of one take a sixth of a one-token step. Layers that tensor-parallel ranks
 share have collectives between their parts, so each part is a call.
 
@@ -22,7 +22,7 @@ from lpr import native
 from lpr.model.attention.layer_rules import LayerRule
 from lpr.model.attention.native import NATIVE, NATIVE_EXACT
 from lpr.model.cpu.tiles import Address
-from lpr.model.fused.elementwise import norm_heads, rotate
+from lpr.model.fused.elementwise import norm_heads, place, rotate
 from lpr.model.fused.modules import Fused, GatedMlp, Norm, in_step, mlp_of, norm_of, pack_of
 from lpr.model.fused.probe import is_decoder_layer
 from lpr.model.kv_cache import KVCache
@@ -104,8 +104,7 @@ class DecoderLayer:
                 step.computed = self.run.layers[-1]
                 return self._in_one_call(hidden_states.contiguous(), position_embeddings, sides, step, attention_mask)
         states = self.qkv.multiply(self.norms[0].of(hidden_states.contiguous()))
-        queries, keys, values = self._heads(states, *position_embeddings)
-        keys, values = cache.update(keys, values, attention.layer_idx)
+        queries, keys, values = self._heads(states, *position_embeddings, cache, step)
         attend = ALL_ATTENTION_FUNCTIONS[name]
         mixed, _ = attend(
             attention, queries, keys, values, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs
@@ -134,17 +133,30 @@ class DecoderLayer:
         )  # fmt: skip
         return result
 
-    def _heads(self, states: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
-        """Split the fused projection `states` [R, N, sum of H * D] into rotated Q, K and V [R, H, N, D], in place."""
-        dim = self.attention.head_dim
+    def _heads(
+        self, states: Tensor, cosines: Tensor, sines: Tensor, cache: KVCache, step: StepInputs
+    ) -> tuple[Tensor, ...]:
+        """The rotated queries [R, H, N, D] of the fused projection `states` [R, N, sum of H * D], in place.
+
+        Its keys, rotated, and values go to the cache; returns, too, the K and V that attention reads.
+        """
+        layer, dim = self.attention.layer_idx, self.attention.head_dim
         counts = [size // dim for size in self.qkv.sizes]
         if self.head_norms is not None:
             for norm, first, count in zip(self.head_norms, (0, self.qkv.sizes[0]), counts, strict=False):
                 norm_heads(states, norm.weight, norm.epsilon, norm.weighing, first, count)
         if len(cosines) != len(states):
             cosines, sines = (each.expand(len(states), -1, -1) for each in (cosines, sines))
-        rotate(states, cosines.contiguous(), sines.contiguous(), counts[0] + counts[1])
-        return states.unflatten(2, (-1, dim)).transpose(1, 2).split(counts, 1)
+        cosines, sines = cosines.contiguous(), sines.contiguous()
+        by_head = states.unflatten(2, (-1, dim)).transpose(1, 2)
+        sides = cache.layer_tensors.get(layer) if states.is_cuda and counts[1] == counts[2] else None
+        # A compiler has the cache in parts of its pools; FP8 is another type.
+        if sides is not None and sides[0].dtype is states.dtype and not torch.compiler.is_compiling():
+            place(states, cosines, sines, counts[0], step.write_rows, *sides)
+            return by_head[:, : counts[0]], *cache.read(layer, step)
+        rotate(states, cosines, sines, counts[0] + counts[1])
+        queries, keys, values = by_head.split(counts, 1)
+        return queries, *cache.update(keys, values, layer)
 
     def _scaled(self, states: Tensor) -> Tensor:
         return states if self.multiplier == 1 else states * self.multiplier

@@ -98,6 +98,17 @@ def rotate(states: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> None:
     )  # fmt: skip
 
 
+def place(
+    states: Tensor, cosines: Tensor, sines: Tensor, num_queries: int, rows: Tensor, keys: Tensor, values: Tensor
+) -> None:
+    """Rotate the first `num_queries` heads of each row of `states` [..., all heads * D] in place, on a GPU.
+
+    The heads of keys, rotated, and those of values, which follow, go to `rows` [number of rows] int64 of `keys` and
+    `values` [rows of the cache, heads, D].
+    """
+    _kernels().place(states, cosines, sines, num_queries, rows, keys, values)
+
+
 def gate(states: Tensor, activation: int) -> Tensor:
     """activation(states[..., :D]) * states[..., D:] of `states` [..., 2 * D], contiguous: [..., D]."""
     if states.is_cuda:

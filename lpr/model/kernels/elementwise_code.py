@@ -51,6 +51,41 @@ def rotate_heads(
     lane = tl.arange(0, BLOCK)
     held = (head < num_heads)[:, None] & (lane < HALF)[None, :]
     place = states_at + row * stride + (head * (2 * HALF))[:, None] + lane[None, :]
+    low, high = _rotated(place, cosines_at, sines_at, row, lane, held, HALF)
+    tl.store(place, low, mask=held)
+    tl.store(place + HALF, high, mask=held)
+
+
+@triton.jit
+def place_heads(
+    states_at, cosines_at, sines_at, rows_at, keys_at, values_at, stride,
+    key_row, key_head, value_row, value_head, num_queries, num_keys,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """As `rotate_heads` of a row's queries, which stay; its keys, rotated, and its values go to a row of the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    lane = tl.arange(0, BLOCK)
+    inside = (lane < HALF)[None, :]
+    place = states_at + row * stride + (head * (2 * HALF))[:, None] + lane[None, :]
+    is_query, is_value = head < num_queries, head >= num_queries + num_keys
+    is_key = (head >= num_queries) & (head < num_queries + num_keys)
+    low, high = _rotated(place, cosines_at, sines_at, row, lane, (is_query | is_key)[:, None] & inside, HALF)
+    tl.store(place, low, mask=is_query[:, None] & inside)
+    tl.store(place + HALF, high, mask=is_query[:, None] & inside)
+    target = tl.load(rows_at + row)
+    key_at = keys_at + target * key_row + ((head - num_queries) * key_head)[:, None] + lane[None, :]
+    tl.store(key_at, low, mask=is_key[:, None] & inside)
+    tl.store(key_at + HALF, high, mask=is_key[:, None] & inside)
+    held = (is_value & (head < num_queries + 2 * num_keys))[:, None] & inside
+    value_at = values_at + target * value_row + ((head - num_queries - num_keys) * value_head)[:, None] + lane[None, :]
+    tl.store(value_at, tl.load(place, mask=held, other=0.0), mask=held)
+    tl.store(value_at + HALF, tl.load(place + HALF, mask=held, other=0.0), mask=held)
+
+
+@triton.jit
+def _rotated(place, cosines_at, sines_at, row, lane, held, HALF: tl.constexpr):
+    """The rotated halves of the heads of a row at `place` [HEADS, BLOCK]."""
     angle = row * (2 * HALF) + lane
     low = tl.load(place, mask=held, other=0.0)
     high = tl.load(place + HALF, mask=held, other=0.0)
@@ -62,8 +97,7 @@ def rotate_heads(
     high_sin = tl.load(sines_at + angle + HALF, mask=lane < HALF, other=0.0).to(tl.float32)[None, :]
     new_low = (low * low_cos).to(kind).to(tl.float32) - (high * low_sin).to(kind).to(tl.float32)
     new_high = (high * high_cos).to(kind).to(tl.float32) + (low * high_sin).to(kind).to(tl.float32)
-    tl.store(place, new_low.to(kind), mask=held)
-    tl.store(place + HALF, new_high.to(kind), mask=held)
+    return new_low.to(kind), new_high.to(kind)
 
 
 @triton.jit

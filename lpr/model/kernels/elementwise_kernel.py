@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from lpr.model.kernels import device_of
-from lpr.model.kernels.elementwise_code import gate_rows, normalise, rotate_heads
+from lpr.model.kernels.elementwise_code import gate_rows, normalise, place_heads, rotate_heads
 
 _HEADS = 8  # heads that a program rotates
 _GATED = 1024  # values that a program gates
@@ -53,6 +53,20 @@ def rotate(states: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> None:
         rotate_heads[count, triton.cdiv(heads, _HEADS)](
             states, cosines, sines, stride, heads, HALF=width // 2, BLOCK=triton.next_power_of_2(width // 2),
             HEADS=_HEADS, num_warps=4,
+        )  # fmt: skip
+
+
+def place(
+    states: Tensor, cosines: Tensor, sines: Tensor, num_queries: int, rows: Tensor, keys: Tensor, values: Tensor
+) -> None:
+    width, stride, num_keys = cosines.shape[-1], states.shape[-1], keys.shape[1]
+    count = states.numel() // stride
+    if not count:
+        return
+    with device_of(states):
+        place_heads[count, triton.cdiv(num_queries + 2 * num_keys, _HEADS)](
+            states, cosines, sines, rows, keys, values, stride, *keys.stride()[:2], *values.stride()[:2],
+            num_queries, num_keys, HALF=width // 2, BLOCK=triton.next_power_of_2(width // 2), HEADS=_HEADS, num_warps=4,
         )  # fmt: skip
 
 

@@ -84,6 +84,26 @@ def test_norms_and_rotations_of_heads(width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "queries", "keys"), [(16, 6, 2), (24, 9, 9), (64, 3, 1)])
+def test_keys_and_values_go_to_rows_of_the_cache(width: int, queries: int, keys: int, dtype: torch.dtype) -> None:
+    """The queries are rotated in place; other rows, and parts of a pool that lie between the heads, stay."""
+    states = random(2, 7, (queries + 2 * keys) * width, dtype=dtype)
+    cosines, sines = random(2, 7, width, dtype=dtype), random(2, 7, width, dtype=dtype)
+    rows = torch.tensor([30, 2, 3, 17, 9, 0, 31, 8, 7, 6, 5, 21, 22, 1])
+    pools = random(2, 32, keys, 2 * width, dtype=dtype)
+    sides, before = [pool[:, :, :width] for pool in pools], pools.clone()
+    rotated, found = states.clone(), states.clone()
+    elementwise_kernel.rotate(rotated, cosines, sines, queries + keys)
+    elementwise_kernel.place(found, cosines, sines, queries, rows, *sides)
+    by_head = rotated.flatten(0, 1).unflatten(1, (-1, width))
+    assert torch.equal(found[..., : queries * width], rotated[..., : queries * width])
+    assert torch.equal(found[..., queries * width :], states[..., queries * width :])
+    for pool, first in zip(before, (queries, queries + keys), strict=True):
+        pool[rows, :, :width] = by_head[:, first : first + keys]
+    assert torch.equal(pools, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [5, 96, 1500])
 def test_gates(width: int, dtype: torch.dtype) -> None:
     """Also of numbers that overflow, and of such that are none."""
@@ -99,3 +119,5 @@ def test_no_rows() -> None:
     assert elementwise_kernel.rms_norm(nothing, random(48, dtype=torch.float32), 1e-5, 0).shape == nothing.shape
     assert elementwise_kernel.gate(nothing, 0).shape == (1, 0, 24)
     elementwise_kernel.rotate(nothing, nothing, nothing, 1)
+    side = random(4, 1, 48, dtype=torch.float32)
+    elementwise_kernel.place(nothing, nothing, nothing, 1, torch.arange(0), side, side)
