@@ -67,7 +67,7 @@ def signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> tup
     """Argument types, and that pointers and strides are multiples of 16."""
     types = {
         "bits_at": "*i64", "positions_at": "*i64", "cached_at": "*i32", "entries_at": "*i32",
-        "starts_at": "*i32",
+        "starts_at": "*i32", "arrived_at": "*i32",
         "keys_at": "*i64", "key_of_at": "*i64", "temperature_at": "*fp32", "top_k_at": "*i64", "top_p_at": "*fp32",
         "min_p_at": "*fp32", "chosen_at": "*i64", "path_at": "*i32", "shared_at": "*i32", "part_acc_at": "*fp32",
         "part_top_at": "*fp32", "part_total_at": "*fp32", "scale": "fp32", "softcap": "fp32", "scores_at": "*fp32",
@@ -118,9 +118,10 @@ def main() -> None:
         }  # fmt: skip
         about = {"arch": arch, "dtype": str(dtype), "dim": dim, "num_rows": num_rows, **asdict(tiles)}
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        for is_packed in (False, True):
-            made = build(attend, arch, dtype, {**constants, "PACKED": is_packed}, **options)
-            compiled.append({"kernel": "attend", "packed": is_packed, **about, **made})
+        for is_packed in (False, True):  # a step of packed sequences has counts of splits
+            joins = is_packed and tiles.num_splits > 1
+            made = build(attend, arch, dtype, {**constants, "PACKED": is_packed, "JOINS": joins}, **options)
+            compiled.append({"kernel": "attend", "packed": is_packed, "joins": joins, **about, **made})
         if tiles.num_splits > 1:
             compiled.append({"kernel": "combine", **about, **build(combine, arch, dtype, constants, num_warps=4)})
     for arch, dtype, dim, rules in EXACT_VARIANTS:

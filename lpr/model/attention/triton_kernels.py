@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -18,11 +20,22 @@ from lpr.model.tree_mask import find_paths
 TRITON, TRITON_EXACT = "lpr_tree_triton", "lpr_tree_triton_exact"  # names of the implementations
 _MODULES = {TRITON: "lpr.model.kernels.attention_kernel", TRITON_EXACT: "lpr.model.kernels.exact_kernel"}
 _versions: dict[str, Any] = {}
+_MOST_BLOCKS = 1 << 12  # keys are split only where there are fewer blocks than multiprocessors
+_counts: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
 
 
 def load_kernel(name: str) -> None:
     """Import a kernel before the first forward: an import within it would cause a graph break in every layer."""
     _versions[name] = import_module(_MODULES[name])
+
+
+def _arrived(cache: Any, query: Tensor) -> Tensor | None:
+    """The zeros of a cache for counting splits: its steps run one after the other. None where none can be made now."""
+    if torch.compiler.is_compiling():
+        return None
+    if (found := _counts.get(cache)) is None and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        found = _counts[cache] = query.new_zeros(_MOST_BLOCKS, dtype=torch.int32)
+    return found
 
 
 def kernel_attention(name: str) -> Callable[..., tuple[Tensor, None]]:
@@ -49,7 +62,8 @@ def kernel_attention(name: str) -> Callable[..., tuple[Tensor, None]]:
         parts = query, key, value, bits, *([block.paths] if is_exact else [])
         if block.table is not None:
             check_passed_on(step, key, value)
-            rules["pages"] = _versions[name].Pages(block.table, step.cache.page_size, block.num_kv)
+            arrived = None if is_exact else _arrived(step.cache, query)
+            rules["pages"] = _versions[name].Pages(block.table, step.cache.page_size, block.num_kv, arrived)
         return _versions[name].tree_attention(*parts, **rules).transpose(1, 2).contiguous(), None
 
     return attend

@@ -79,23 +79,26 @@ def _sequence_of(starts_at, block, num_sequences, GROUP: tl.constexpr, BLOCK_M: 
 
 @jit(
     ("num_tokens", "num_words", "num_q_blocks", "num_splits", "num_sequences", "num_entries", "table_b"),
-    ("table_at", "bits_at", "cached_at", "entries_at", "positions_at", "starts_at", "slots_at"),
+    ("table_at", "bits_at", "cached_at", "entries_at", "positions_at", "starts_at", "slots_at", "arrived_at"),
 )
 def attend(
     query_at, key_at, value_at, table_at, bits_at, cached_at, entries_at, positions_at, starts_at, slots_at, sinks_at,
-    out_at, part_acc_at, part_top_at, part_total_at,
+    out_at, part_acc_at, part_top_at, part_total_at, arrived_at,
     scale, softcap, window, chunk, num_tokens, num_words, num_q_blocks, num_splits, num_sequences, num_entries,
     query_b, query_h, query_t, key_b, key_h, key_n, value_b, value_h, value_n, table_b,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    IS_SPLIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
-    HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr, PAGE: tl.constexpr, PACKED: tl.constexpr,
+    IS_SPLIT: tl.constexpr, JOINS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr, PAGE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Attention over split number `split` of the keys, for one block of query rows of one K/V head.
 
-    `num_entries` is the total over all sequences. A sequence's entries are contiguous, after its padding.
+    `num_entries` is the total over all sequences. A sequence's entries are contiguous, after its padding. With JOINS
+    the program of a block that ends last combines its splits; `arrived_at` counts those that have ended, and is 0 again
+    then. The order in which they end does not change a bit of the result.
     """
     q_block = tl.program_id(0) % num_q_blocks
+    arrived_at += (tl.program_id(2) * NUM_KV_HEADS + tl.program_id(1)) * num_q_blocks + q_block
     split = tl.program_id(0) // num_q_blocks
     head = tl.program_id(1)
     if PACKED:
@@ -185,6 +188,9 @@ def attend(
         )  # fmt: skip
 
     in_range = token < width
+    out_row = (base + token) * (NUM_KV_HEADS * GROUP) + q_head
+    out_at += out_row[:, None] * DV + dims_v[None, :]
+    written = in_range[:, None] & (dims_v < DV)[None, :]
     if not IS_SPLIT:
         if HAS_SINKS:
             sink = tl.load(sinks_at + q_head).to(tl.float32) * LOG2E
@@ -192,18 +198,41 @@ def attend(
             acc = acc * tl.exp2(top - highest)[:, None]
             total = total * tl.exp2(top - highest) + tl.exp2(sink - highest)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # padding has no key: 0
-        out_row = (base + token) * (NUM_KV_HEADS * GROUP) + q_head
-        tl.store(
-            out_at + out_row[:, None] * DV + dims_v[None, :],
-            acc.to(out_at.dtype.element_ty),
-            mask=in_range[:, None] & (dims_v < DV)[None, :],
-        )
+        tl.store(out_at, acc.to(out_at.dtype.element_ty), mask=written)
     else:
         part = (head.to(tl.int64) * (num_entries * GROUP) + base * GROUP + rows) * num_splits + split
         tl.store(part_top_at + part, top, mask=in_range)
         tl.store(part_total_at + part, total, mask=in_range)
-        seen = in_range & (total > 0)  # `combine` does not read other rows
+        seen = in_range & (total > 0)  # other rows are not read
         tl.store(part_acc_at + part[:, None] * DV + dims_v[None, :], acc, mask=seen[:, None] & (dims_v < DV)[None, :])
+        if JOINS:
+            tl.debug_barrier()  # all threads of this program have written
+            if tl.atomic_add(arrived_at, 1, sem="acq_rel") == num_splits - 1:
+                tl.store(arrived_at, 0)
+                part -= split
+                top = tl.full([BLOCK_M], NOTHING, tl.float32)
+                for each in range(num_splits):
+                    other = tl.load(part_top_at + part + each, mask=in_range, other=NOTHING, cache_modifier=".cg")
+                    top = tl.maximum(top, other)
+                if HAS_SINKS:
+                    sink = tl.load(sinks_at + q_head).to(tl.float32) * LOG2E
+                    top = tl.maximum(top, sink)
+                acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+                total = tl.zeros([BLOCK_M], tl.float32)
+                for each in range(num_splits):  # not in the order of arrival
+                    place = part + each
+                    weight = tl.load(part_top_at + place, mask=in_range, other=NOTHING, cache_modifier=".cg")
+                    weight = tl.exp2(weight - top)
+                    held = tl.load(part_total_at + place, mask=in_range, other=0.0, cache_modifier=".cg")
+                    total += held * weight
+                    acc += weight[:, None] * tl.load(
+                        part_acc_at + place[:, None] * DV + dims_v[None, :],
+                        mask=(held > 0)[:, None] & (dims_v < DV)[None, :], other=0.0, cache_modifier=".cg",
+                    )  # fmt: skip
+                if HAS_SINKS:
+                    total += tl.exp2(sink - top)
+                acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+                tl.store(out_at, acc.to(out_at.dtype.element_ty), mask=written)
 
 
 @jit(("num_entries",))

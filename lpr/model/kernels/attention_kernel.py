@@ -2,9 +2,9 @@
 
 One program processes a block of query rows (entries x heads of one GQA group) and one split of the keys: first blocks
 of committed tokens, which need only a bound, then blocks of the tree, with one word of mask bits per row and 64 keys.
-Few rows and long contexts would leave most of a GPU idle, so the keys are split among programs, and a second kernel
-combines their partial softmaxes (split-KV, "Flash-Decoding", Dao et al. 2023; the online softmax is Milakov and
-Gimelshein 2018, arXiv 1805.02867). All lengths are read on the device: a launch depends on shapes only.
+Few rows and long contexts would leave most of a GPU idle, so the keys are split among programs, and the last of them,
+or a second kernel, combines their partial softmaxes (split-KV, "Flash-Decoding", Dao et al. 2023; the online softmax is
+Milakov and Gimelshein 2018, arXiv 1805.02867). All lengths are read on the device: a launch depends on shapes only.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ class Pages(NamedTuple):
     table: Tensor  # [B, pages] int32
     size: int  # rows of a page; 0: K and V are [B, Hk, KV, D(v)] themselves, and `table` is not read
     num_kv: int  # KV
+    arrived: Tensor | None = None
+    """Int32 zeros, for counting which splits have ended; of one stream. Without them a second kernel combines."""
 
     @classmethod
     def none(cls, key: Tensor, mask: TreeMask) -> Pages:
@@ -198,19 +200,22 @@ def _launch(
     if splits > 1:
         shape = (num_kv_heads, num_rows, splits)
         parts = [torch.empty(size, dtype=torch.float32, device=out.device) for size in ((*shape, dim_v), shape, shape)]
+    num_blocks = num_q_blocks * num_kv_heads * batch
+    joins = splits > 1 and pages.arrived is not None and len(pages.arrived) >= num_blocks
+    arrived = pages.arrived if joins else mask.num_cached  # not touched
     starts, slots = (mask.num_cached if each is None else each for each in (mask.starts, mask.slots))
     with device_of(query):
         attend[(num_q_blocks * splits, num_kv_heads, batch)](
             query, key, value, pages.table, mask.bits.contiguous(), mask.num_cached, mask.num_entries,
-            mask.positions.contiguous(), starts, slots, sinks, out, *parts, *rules.numbers(dim),
+            mask.positions.contiguous(), starts, slots, sinks, out, *parts, arrived, *rules.numbers(dim),
             num_tokens, mask.bits.shape[2], num_q_blocks, splits, num_sequences, batch * num_tokens,
             *query.stride()[:3], *pages.strides(key), *pages.strides(value), pages.table.stride(0),
             NUM_KV_HEADS=num_kv_heads, GROUP=group, D=dim, DV=dim_v, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, IS_SPLIT=splits > 1,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_DV=block_dv, IS_SPLIT=splits > 1, JOINS=joins,
             **rules.flags(), HAS_SINKS=rules.sinks is not None, UPCAST=interpreted() and query.dtype == torch.bfloat16,
             PAGE=pages.size, PACKED=is_packed, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-        if splits > 1:
+        if splits > 1 and not joins:
             combine[(num_rows, num_kv_heads)](
                 *parts, sinks, out, batch * num_tokens, NUM_KV_HEADS=num_kv_heads, GROUP=group, DV=dim_v,
                 BLOCK_DV=block_dv, NUM_SPLITS=splits, HAS_SINKS=rules.sinks is not None, num_warps=4,

@@ -138,9 +138,20 @@ def check_against_reference(version: Callable[..., torch.Tensor], case: Case, **
     key, value, pages = attention_reference.in_pages(case.key, case.value, 16)
     by_table = version(case.query, key, value, case.mask, pages, **rules, **tiles).float()
     assert torch.equal(by_table, actual), "keys in pages give the same bits"
+    check_joined(version, by_table, case.query, key, value, case.mask, pages, **rules, **tiles)
     tolerance = 1e-5 if case.query.dtype == torch.float32 else 1e-2
     assert actual.shape == expected.shape and bool(actual.isfinite().all())
     assert ((actual - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()
+
+
+def check_joined(version: Callable[..., torch.Tensor], expected: torch.Tensor, *given: Any, **how: Any) -> None:
+    """Programs that combine the splits themselves: twice, as in the layers of a step, and counts are 0 behind each."""
+    *states, pages = given
+    arrived = torch.zeros(1 << 10, dtype=torch.int32, device=DEVICE)
+    found = [version(*states, pages._replace(arrived=arrived), **how).float() for _ in range(2)]
+    assert torch.equal(*found) and not arrived.any()
+    tolerance = 1e-5 if states[0].dtype == torch.float32 else 1e-2
+    assert ((found[0] - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()
 
 
 def packed(case: Case, padding: int) -> tuple[torch.Tensor, TreeMask, list[int]]:
@@ -176,6 +187,9 @@ def check_packed(
         wanted = expected.transpose(1, 2).flatten(0, 1)[places]
         tolerance = 1e-5 if case.query.dtype == torch.float32 else 1e-2
         assert not found[:padding].any() and bool(found.isfinite().all())
+        if each is version:
+            by_table = found.transpose(0, 1)[None]
+            check_joined(version, by_table, query, *states, mask, pages, **rules, **more)
         assert ((found[padding:] - wanted).abs() <= tolerance * wanted.abs().clamp(min=1)).all()
 
 
