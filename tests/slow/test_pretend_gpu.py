@@ -75,7 +75,10 @@ def test_a_checkpoint(
     whose layers' kernels do not work, which keeps the kernel of attention, or write K and V to other rows
     than the step's.
     """
-    knows_layers = layers == "known"
+    knows_layers, wanted = layers == "known", expected["mixed"]
+    if knows_layers:  # of one layer nothing is left for the next
+        model = tiny_model(spread=0.12, num_hidden_layers=3)
+        wanted = ids(Engine.from_model(copy.deepcopy(model), decode=PLAIN), MIXED)
     if layers == "unknown":
         monkeypatch.setattr(decoder_layer, "layer_of", lambda *_: None)
     if layers == "broken kernels":
@@ -101,7 +104,7 @@ def test_a_checkpoint(
     engine = Engine.from_pretrained(str(tmp_path), SMALL, device="cuda", dtype="float32")
     captured = gpu.num_captures
     gpu.events.clear()
-    assert ids(engine, MIXED) == expected["mixed"]
+    assert ids(engine, MIXED) == wanted
     assert engine.model.attention == "triton" and engine.model.graph_reason is None
     assert gpu.count("wait") == gpu.count("pageable") == 0 and gpu.num_captures == captured
     assert any(isinstance(module, PackedLinear) for module in engine.model.model.modules())

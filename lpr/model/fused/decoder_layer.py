@@ -1,8 +1,9 @@
 """Decoder layers of Llama's structure with fused parts; on a CPU all layers in one call, if all their parts are known.
 
-On a GPU a layer takes 11 launches instead of 42. On a CPU a step reads all weights, which evicts the interpreter's data
-from the caches: 30 calls per layer instead of one take a sixth of a one-token step. Layers that tensor-parallel ranks
-share have collectives between their parts, so each part is a call.
+On a GPU a layer takes nine launches instead of 42; its last sum is made in the norm of the next layer. On a CPU a step
+reads all weights, which evicts the interpreter's data from the caches: 30 calls per layer instead of one take a sixth
+of a one-token step. Layers that tensor-parallel ranks share have collectives between their parts, so each part is a
+call.
 
 Layers are recognised by lpr.model.fused.probe, independent of their class: Llama, SmolLM, Mistral, Qwen 2 and 3,
 Granite, Gemma and others, and Mixtral and Qwen 3 MoE with their own experts.
@@ -25,7 +26,7 @@ from lpr.model.cpu.tiles import Address
 from lpr.model.fused.elementwise import norm_heads, place, rotate
 from lpr.model.fused.modules import Fused, GatedMlp, Norm, in_step, mlp_of, norm_of, pack_of
 from lpr.model.fused.probe import is_decoder_layer
-from lpr.model.kv_cache import KVCache
+from lpr.model.kv_cache import KVCache, Pair
 from lpr.model.rewrite.base import OwnForward, Setting
 from lpr.model.rewrite.merged_linear import Pack
 from lpr.model.step_inputs import StepInputs, current_step
@@ -57,6 +58,7 @@ class DecoderLayer:
     whole: Any = field(init=False)  # the same layer as one call (native.DecoderLayer); None if a part of it is unknown
     run: Run | None = field(init=False)
     """The layers computed when this one is called; None if there is no such call, or an earlier layer has it."""
+    others: Sequence[DecoderLayer] = field(init=False)  # on a GPU the layers that are computed behind this one
     follows: bool = field(init=False, default=False)  # True if the layer is in the run of an earlier one
 
     def __post_init__(self) -> None:
@@ -69,6 +71,7 @@ class DecoderLayer:
         if native.DecoderLayers is not None and None not in wholes:
             run = Run([each.attention.layer_idx for each in layers], native.DecoderLayers(wholes))
         object.__setattr__(self, "run", run)
+        object.__setattr__(self, "others", layers[1:])
         for each in layers[1:]:
             object.__setattr__(each, "follows", True)
 
@@ -103,16 +106,26 @@ class DecoderLayer:
             if None not in sides:
                 step.computed = self.run.layers[-1]
                 return self._in_one_call(hidden_states.contiguous(), position_embeddings, sides, step, attention_mask)
-        states = self.qkv.multiply(self.norms[0].of(hidden_states.contiguous()))
-        queries, keys, values = self._heads(states, *position_embeddings, cache, step)
-        attend = ALL_ATTENTION_FUNCTIONS[name]
-        mixed, _ = attend(
-            attention, queries, keys, values, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs
-        )
+        how = attention_mask, position_embeddings, cache, step
+        given, added = self._part(hidden_states.contiguous(), None, *how, **kwargs)
+        if given.is_cuda and not torch.compiler.is_compiling():
+            for each in self.others:
+                given, added = each._part(given, added, *how, **kwargs)
+                step.computed = each.attention.layer_idx
+        return given.add_(added)
+
+    def _part(
+        self, given: Tensor, added: Tensor | None, mask: Any, embeddings: Pair, cache: Any, step: StepInputs, **how: Any
+    ) -> Pair:
+        """The layer's output in two parts, whose sum it is; its input, too, may be in two parts."""
+        attention = self.attention
+        states = self.qkv.multiply(self.norms[0].of(given, added))
+        queries, keys, values = self._heads(states, *embeddings, cache, step)
+        attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+        mixed, _ = attend(attention, queries, keys, values, mask, dropout=0.0, scaling=attention.scaling, **how)
         residual = self._scaled(self.out.whole(mixed.flatten(2)))
-        normed = self.norms[1].of(residual, added=hidden_states)
-        added = self.mlp.of(normed) if isinstance(self.mlp, GatedMlp) else self.mlp(normed)
-        return residual.add_(self._scaled(added))
+        normed = self.norms[1].of(residual, added=given)
+        return residual, self._scaled(self.mlp.of(normed) if isinstance(self.mlp, GatedMlp) else self.mlp(normed))
 
     def _in_one_call(
         self,
@@ -194,8 +207,10 @@ def join_layers(model: nn.Module) -> None:
         if not isinstance(stack, nn.ModuleList) or len(stack) < 2:
             continue
         found = [vars(each).get("forward") for each in stack]
-        layers = [each for each in found if isinstance(each, DecoderLayer) and each.whole is not None]
-        if len(layers) < len(stack) or any(each._forward_hooks or each._forward_pre_hooks for each in stack):
+        layers = [each for each in found if isinstance(each, DecoderLayer)]
+        if len(layers) < len(stack) or len({each.whole is None for each in layers}) > 1:
+            continue
+        if any(each._forward_hooks or each._forward_pre_hooks for each in stack):
             continue
         config = layers[0].attention.config
         if len(stack) != config.num_hidden_layers:
