@@ -47,11 +47,13 @@ from lpr.engine import sizing
 from lpr.model.runner import TreeModel
 from lpr.planner import facts
 from lpr.serve import sandbox
+from tests.fakes import quick_start
 from tests.fakes.known_checks import check_once  # noqa: F401 (a fixture)
 from tests.fakes.models import tiny_model
 from tests.fakes.quick_interpreter import patch_interpreter
 
 sys.dont_write_bytecode = False
+quick_start.patch()
 # Behind the workers of a full machine a sandbox would do nothing for seconds.
 sandbox.NICE = 0
 MEASURING = {name: getattr(sizing, name) for name in ("ENOUGH", "PATIENCE", "LONGER", "AGREE", "time_forward")}

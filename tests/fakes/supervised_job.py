@@ -14,6 +14,7 @@ from typing import Any
 
 import lpr
 from tests.fakes.paths import ROOT
+from tests.fakes.quick_start import is_forker
 from tests.fakes.supervised_worker import PROMPTS
 
 PATIENCE = 150.0
@@ -35,9 +36,10 @@ def supervised(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started and that live."""
+    """Processes that a process has started and that live, but for the one that forks for it."""
     try:
-        return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+        found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        return [int(each) for words in found for each in words if not is_forker(each)]
     except OSError:
         return []
 

@@ -218,6 +218,7 @@ def test_ranks_run_a_prediction_head_together(tmp_path: Path) -> None:
     for rank in range(2):
         report = json.loads((tmp_path / f"out.{rank}").read_text())
         for name in ("fixed", "adaptive", "order"):
+            assert f"heads/{name}" in report, done.stderr[-3000:]
             found = report[f"heads/{name}"]
             assert found["token_ids"] == [each.token_ids for each in alone], done.stderr
             assert not found["has_pace"]
