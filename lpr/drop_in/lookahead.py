@@ -15,9 +15,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
@@ -100,6 +102,7 @@ class Lookahead:
         option, for one that a token tree cannot honour.
         """
         refuse(model, generation_config, lpr_assistant_model, lpr_synced_gpus, model_kwargs)
+        refuse_other_inputs(model, input_ids, model_kwargs)
         prompts = prompts_of(input_ids, model_kwargs)
         num_pads = [input_ids.shape[1] - len(prompt) for prompt in prompts]
         batch = OutputBatch(input_ids, num_pads, generation_config, logits_processor, stopping_criteria, lpr_streamer)
@@ -166,6 +169,8 @@ def prompts_of(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[li
 
 # generate() passes these for every model; other inputs are not supported.
 _HONOURED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", *CACHE_ARGUMENTS}
+_PREPARED = {"input_ids", "cache_position", *_HONOURED}
+_TRANSFORMERS = Path(transformers.__file__).parent
 
 
 def refuse(
@@ -196,6 +201,30 @@ def refuse(
     for name, value in model_kwargs.items():
         if value is not None and name not in _HONOURED:
             _refuse(name)
+
+
+def refuse_other_inputs(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Raise InputError if a `prepare_inputs_for_generation` from outside transformers makes other inputs.
+
+    PEFT's prompt tuning puts embeddings in front of the prompt there, and prefix tuning a cache. A step of lpr gives
+    the forward tokens only.
+    """
+    prepare = model.prepare_inputs_for_generation
+    code = getattr(prepare, "__code__", None)
+    if code is not None and Path(code.co_filename).is_relative_to(_TRANSFORMERS):
+        return
+    made: dict[str, Any] = dict(prepare(input_ids, is_first_iteration=True, **model_kwargs))
+    passed, mask = model_kwargs.get("attention_mask"), made.get("attention_mask")
+    changed = [name for name in CACHE_ARGUMENTS if made.get(name) is not model_kwargs.get(name)]
+    if made.get("input_ids") is None or not torch.equal(made["input_ids"], input_ids):
+        changed.append("input_ids")
+    wanted = torch.ones_like(input_ids) if passed is None else passed
+    if torch.is_tensor(mask) and mask.dim() == 2 and not torch.equal(mask != 0, wanted != 0):
+        changed.append("attention_mask")
+    changed += [name for name, value in made.items() if torch.is_tensor(value) and name not in _PREPARED]
+    if changed:
+        _refuse(f"a prepare_inputs_for_generation that makes its own {' and '.join(changed)}")
+    prompts_of(input_ids, {"attention_mask": passed, "position_ids": made.get("position_ids")})
 
 
 def _refuse(what: str) -> None:

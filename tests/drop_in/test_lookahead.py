@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -374,6 +375,49 @@ def test_what_a_tree_cannot_honour_is_refused_by_name(llama3: PreTrainedModel, o
 def test_an_assistant_is_refused(llama3: PreTrainedModel) -> None:
     with pytest.raises(InputError, match=r"assisted generation \(assistant_model\)"):
         llama3.generate(**ONE, max_new_tokens=4, assistant_model=tiny_model(), custom_generate=SMALL)
+
+
+PREPARED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "input_ids": lambda made: {"input_ids": made["input_ids"] * 7 % 97},
+    "attention_mask": lambda made: {"attention_mask": torch.ones(1, 16).long()},
+    "inputs_embeds": lambda made: {"inputs_embeds": torch.zeros(1, 16, 64), "input_ids": None},
+    "position_ids": lambda made: {"position_ids": made["position_ids"] + 3},
+    CACHE: lambda made: {CACHE: DynamicCache()},
+}
+
+
+@pytest.mark.parametrize("changed", PREPARED)
+def test_inputs_that_the_program_makes_itself_are_refused(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(seed=3, spread=0.1)
+    prepare = model.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def same(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**prepare(*args, **kwargs), "cache_position": torch.arange(12)}
+
+    @functools.wraps(prepare)
+    def other(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        made = prepare(*args, **kwargs)
+        return {**made, **PREPARED[changed](made)}
+
+    plain = model.generate(**ONE, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", same)
+    for more in ({}, {"use_cache": False}, {"cache_implementation": "static", "disable_compile": True}):
+        found = model.generate(**ONE, max_new_tokens=9, do_sample=False, pad_token_id=0, custom_generate=SMALL, **more)
+        assert found.tolist() == plain.tolist()
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", other)
+    with pytest.raises(InputError, match=changed):
+        model.generate(**ONE, max_new_tokens=9, do_sample=False, pad_token_id=0, custom_generate=SMALL)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens_are_refused(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(tiny_model(seed=3, spread=0.1), config)
+    with pytest.raises(InputError, match="prepare_inputs_for_generation"):
+        model.generate(**ONE, max_new_tokens=9, do_sample=False, pad_token_id=0, custom_generate=SMALL)
 
 
 def test_errors_of_users_code_and_nan(llama3: PreTrainedModel) -> None:

@@ -74,6 +74,7 @@ class Mode:
     padded: bool = False
     disturbed: bool = False
     swap: float | None = None
+    self_draft: Any = "off"
     pool: int = 350
     """Tokens of the KV cache: too few for the requests that run at once."""
 
@@ -103,6 +104,9 @@ MODES = [
     Mode("qwen3_next", ranks=3, home=0, padded=True),
     Mode("mistral", ranks=3, home=1, disturbed=True),
     Mode(adaptive=True, disturbed=True, swap=0.1),
+    Mode(disturbed=True, self_draft="int8"),
+    Mode("gemma2", adaptive=True, disturbed=True, self_draft="auto"),
+    Mode(ranks=3, self_draft="int4"),
 ]
 """What runs without a mode: every family, one to three ranks, and each of the other settings."""
 
@@ -361,7 +365,7 @@ def run(mode: Mode, seed: int, goes_on: Callable[[], bool]) -> tuple[Counter[str
     plain, cases = Plain(apart, mode.exact), random_cases(seed)
 
     def program(comm: Comm) -> tuple[Counter[str], list[str]]:
-        options = EngineOptions(exact=mode.exact, swap_space=mode.swap)
+        options = EngineOptions(exact=mode.exact, swap_space=mode.swap, self_draft=mode.self_draft)
         engine = Engine(loaded, mode.decode(), options, comm=comm)
         if mode.padded:
             engine.model.adapter.packed = False
@@ -418,6 +422,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--home", default="auto", type=lambda word: int(word) if word.isdigit() else word)
     parser.add_argument("--pool", type=int, default=350)
     parser.add_argument("--swap", type=float)
+    parser.add_argument("--self-draft", default="off")
     for name in ("exact", "adaptive", "padded", "disturbed"):
         parser.add_argument(f"--{name}", action="store_true")
     given = vars(parser.parse_args(argv))
