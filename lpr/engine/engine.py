@@ -6,6 +6,7 @@ The scheduler gives the request slots, and each step (`Replica.schedule`, `run`,
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -218,6 +219,8 @@ class Engine(EngineBase):
         **fields: Any,
     ) -> Request:
         """The request that `submit` submits; raises InputError."""
+        if not isinstance(params, SamplingParams | None):
+            raise InputError(f"parameters are SamplingParams, not {reprlib.repr(params)}")
         table, prompt = self.replica.requests, None
         if isinstance(given, Submit) and params is None:
             command, id, delivered, prediction = given, given.id, given.delivered, given.prediction

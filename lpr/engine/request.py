@@ -412,9 +412,9 @@ class Request:
 
     @in_turn
     def completion(self) -> Completion:
-        """The finished request's output."""
-        assert self.finish_reason is not None
+        """The finished request's output; raises RuntimeError before it has finished."""
+        if self.finish_reason is None:
+            raise RuntimeError(f"request {self.id} has not finished")
         self.write()
-        logprobs = self._logprobs if self.params.logprobs is not None else None
-        output = self.prompt_ids, self.token_ids, self.text_stream.text, self.finish_reason
-        return Completion(self.prompt, *output, self._stats, self.error, logprobs)
+        output = self.prompt, self.prompt_ids, self.token_ids, self.text_stream.text, self.finish_reason
+        return Completion(*output, self._stats, self.error, None if self.params.logprobs is None else self._logprobs)

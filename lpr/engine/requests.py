@@ -111,6 +111,8 @@ def _encode(text: Prompt, tokenizer: Any | None, vocab_size: int, name: str, **o
 def checked_ids(given: Sequence[int], vocab_size: int, rule: str) -> list[int]:
     """Token ids of a caller as a list; raises InputError with the text `rule` unless all are in the vocabulary."""
     try:
+        if isinstance(given, (bytes, bytearray)):  # a text that was not decoded: its bytes would pass as ids
+            raise TypeError
         ids = [operator.index(token) for token in given]
     except TypeError:
         raise InputError(f"{rule}, not {reprlib.repr(given)}") from None

@@ -295,6 +295,35 @@ def test_a_submit_that_cannot_be_completed_is_refused(
     assert engine.is_idle and not engine.requests
 
 
+@pytest.mark.parametrize("given", [b"def", bytearray(b"def")])
+def test_bytes_are_no_list_of_ids(engine: Engine, given: bytes) -> None:
+    with pytest.raises(InputError, match="a prompt is text or a list of token ids, not"):
+        engine.generate([given])
+    with pytest.raises(InputError, match="a document is a list of token ids, not"):
+        engine.learn(given)
+    with pytest.raises(InputError, match="a prediction is text or a list of token ids, not"):
+        engine.submit([1, 2], prediction=given)
+    assert engine.is_idle and not engine.requests
+
+
+@pytest.mark.parametrize("given", [{"max_new_tokens": 4}, "abc"])
+def test_parameters_of_another_type_are_refused(engine: Engine, given: Any) -> None:
+    with pytest.raises(InputError, match="parameters are SamplingParams, not"):
+        engine.submit([1, 2], given)
+    with pytest.raises(InputError, match="parameters are SamplingParams, not"):
+        engine.generate([[1, 2]] * len(given), given)
+    assert engine.is_idle and not engine.requests
+
+
+def test_a_completion_before_the_end_is_refused(engine: Engine) -> None:
+    request = engine.submit([1, 2], SamplingParams(max_new_tokens=4))
+    with pytest.raises(RuntimeError, match=f"request {request.id} has not finished"):
+        request.completion()
+    while not engine.is_idle:
+        engine.step()
+    assert len(request.completion().token_ids) == 4
+
+
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_dropped_engine_frees_weights_and_cache_at_once(is_closed: bool) -> None:
     """In a cycle they would stay until Python's collector runs, which counts objects and not bytes."""
