@@ -209,7 +209,7 @@ def refuse_other_inputs(model: PreTrainedModel, input_ids: torch.Tensor, model_k
     PEFT's prompt tuning puts embeddings in front of the prompt there, and prefix tuning a cache. A step of lpr gives
     the forward tokens only.
     """
-    prepare = model.prepare_inputs_for_generation
+    prepare: Any = model.prepare_inputs_for_generation
     code = getattr(prepare, "__code__", None)
     if code is not None and Path(code.co_filename).is_relative_to(_TRANSFORMERS):
         return
