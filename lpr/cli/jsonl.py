@@ -60,7 +60,8 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
 def _parse(number: int, raw: bytes) -> PromptLine:
     try:
-        record = json.loads(raw.decode("utf-8-sig"))  # files that were joined have marks within, too
+        # Files that were joined have marks within, too.
+        record = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as failure:
         return PromptLine(number, error=f"line {number} is not UTF-8: {failure.reason} at byte {failure.start}")
     except (ValueError, RecursionError) as failure:
@@ -75,6 +76,10 @@ def _parse(number: int, raw: bytes) -> PromptLine:
         return PromptLine(number, prompt, _extra(kept), error=f"line {number}{failure}")
     model = fields.get("model") if isinstance(fields.get("model"), str) else None
     return PromptLine(number, prompt, _extra(record), sampling, model, fields.get("prediction"))
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")  # Python reads and writes it all the same
 
 
 def _extra(record: dict[str, Any]) -> dict[str, Any]:

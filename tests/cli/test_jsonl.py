@@ -29,6 +29,15 @@ def numbers(path: Path) -> list[int]:
     return [json.loads(line)["line"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_what_only_python_takes_for_json_is_a_bad_line(constant: str, tmp_path: Path) -> None:
+    """It would be echoed, and the output's line would not be JSON."""
+    path = tmp_path / "in.jsonl"
+    path.write_text(f'{{"prompt": "a", "note": {constant}}}\n{{"prompt": "b"}}\n')
+    first, second = read_prompts(path)
+    assert first.error == f"line 1 is not JSON: {constant} is no number of JSON" and second.error is None
+
+
 def test_reads_prompts_and_names_bad_lines(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(
