@@ -162,6 +162,8 @@ def prompts_of(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[li
         raise InputError("position_ids other than 0, 1, 2, ... are not supported by lpr.lookahead")
     starts = (input_ids.shape[1] - mask.sum(1)).tolist()
     prompts = [ids[start:] for ids, start in zip(input_ids.tolist(), starts, strict=True)]
+    if not prompts:
+        raise InputError("input_ids has no rows")
     if [] in prompts:
         raise InputError(f"row {prompts.index([])} is empty: a model needs at least one token to continue")
     return prompts

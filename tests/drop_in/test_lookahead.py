@@ -352,6 +352,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "past": ({CACHE: DynamicCache()}, CACHE),
     "guidance": ({"guidance_scale": 1.5}, "guidance_scale one row at a time"),
     "synced": ({"synced_gpus": True}, "synced_gpus"),
+    "no rows": ({"input_ids": torch.empty(0, 3, dtype=torch.int64), "attention_mask": None}, "input_ids has no rows"),
     "right padding": ({"attention_mask": THREE["attention_mask"].flip(1)}, "pad on the left"),
     "empty row": ({"attention_mask": THREE["attention_mask"] * torch.tensor([[1], [0], [1]])}, "row 1 is empty"),
     "positions": ({"position_ids": torch.arange(30).repeat(3, 1) + 1}, "position_ids"),

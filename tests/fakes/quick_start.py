@@ -5,7 +5,7 @@ child, where a command runs one of `MODULES` or a program of tests/fakes, and it
 that an import reads. Each child has such a process for its children: torchrun, the front and the supervisor start some.
 The child is its caller's, with its pid, exit code, signals, descriptors, session, command line and environment.
 It differs from one that was started: all have one hash seed, and pages that nobody writes are shared. Commands of shell
-scripts and those with `-c` are started, and all with LPR_TRUE_START in their environment.
+scripts and those with `-c` are started, and all with LPR_TRUE_START in their environment or in pytest's.
 
 As a program this is the process that forks.
 """
@@ -102,6 +102,8 @@ forker: Forker | None = None
 
 def patch() -> None:
     """Fork what can be forked, from now on."""
+    if "LPR_TRUE_START" in os.environ:
+        return
     execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     signature = inspect.signature(execute)
     environment = dict(os.environ)  # of now: a test may change it for itself
