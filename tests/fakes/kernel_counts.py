@@ -210,6 +210,7 @@ def count(
         words = torch.empty(shape.num_words, dtype=torch.int32, device=GPU)
         splits = _splits(config, num_entries, num_kv, dtype, tp)
         layers = config.num_hidden_layers
+        runner.adapter.forward(shape.read(words, runner.cache)[0], runner.cache)  # the first one makes counts of splits
         for name in ("operators", "packed"):
             if name == "packed":
                 result["packed_groups"] = merge_projections(model)

@@ -204,7 +204,14 @@ def ask_in_thread(service, name, **body):
         thread.join(30)
         return answers[0]
 
+    answer.early = answers
     return answer
+
+
+def wait_until_open(service, answers, count):
+    """Wait until `count` requests are open, of which `answers` are some, and fail if one of these is answered."""
+    wait_for(lambda: num_open(service) == count or any(each.early for each in answers))
+    assert not [found.text for each in answers for found in each.early]
 
 
 def num_open(service):
@@ -223,10 +230,10 @@ def test_key_requests():
         with served(api_key="a,b", **flags) as service:
             service.driver.hold = True
             answers = [ask_in_thread(service, "a") for _ in range(most)]
-            wait_for(lambda: num_open(service) == most)  # noqa: B023
+            wait_until_open(service, answers, most)
             refused(service, "a", f"--max-requests-per-key is {most}")
             answers += [ask_in_thread(service, "b") for _ in range(most)]
-            wait_for(lambda: num_open(service) == 2 * most)  # noqa: B023
+            wait_until_open(service, answers, 2 * most)
             response = service.client.post("/v1/completions", json={"prompt": "p", "n": most + 1}, headers=key("b"))
             assert response.status_code in (400, 429)
             service.driver.hold = False
@@ -234,7 +241,7 @@ def test_key_requests():
     with served(api_key="a", max_queue=1) as service:  # a lone key gets everything
         service.driver.hold = True
         answers = [ask_in_thread(service, "a") for _ in range(6)]
-        wait_for(lambda: num_open(service) == 6)
+        wait_until_open(service, answers, 6)
         service.driver.hold = False
         assert [answer().status_code for answer in answers] == [200] * 6
 
@@ -245,7 +252,7 @@ def test_key_tokens():
         with served(api_key="a,b", **flags) as service:
             service.driver.hold = True
             answers = [ask_in_thread(service, "a") for _ in range(5)]  # the slots, and the one on hand
-            wait_for(lambda: num_open(service) == 5)
+            wait_until_open(service, answers, 5)
             answers.append(ask_in_thread(service, "a", prompt=long))
             wait_for(lambda: service.front.service.num_queued_tokens == 30)
             refused(service, "a", f"--max-tokens-per-key is {most}", prompt=long)
@@ -698,7 +705,7 @@ def test_queue():
     with served(max_queue=2) as service:
         service.driver.hold = True
         answers = [ask_in_thread(service, "a") for _ in range(7)]  # four slots, one on hand, two that wait
-        wait_for(lambda: service.front.service.num_running + service.front.service.num_waiting == 7)
+        wait_until_open(service, answers, 7)
         refused(service, "a", "--max-queue is 2")
         service.driver.hold = False
         assert [answer().status_code for answer in answers] == [200] * 7
