@@ -71,6 +71,8 @@ class Watch:
             if [_form(table.get(name)) for table, name, _ in self._held] != self._forms:
                 raise _refused("its weights have another shape, dtype or device")
         hooks = any([_hooks(module) != hooks for module, _, hooks in self._modules])
+        if hooks and (self._runner.num_captures or self._runner.compiled is not None or self._are_joined):
+            raise _refused("it has other hooks, which captured steps and layers that are computed together do not call")
         if not moved and not hooks and self._is_same():
             return False
         if moved and (self._lies_anew or self._runner.num_captures or self._runner.compiled is not None):
@@ -98,6 +100,11 @@ class Watch:
         if [each._version for each in self._counted] != self._versions:
             return False
         return all(map(torch.equal, _read(self._samples), self._values))
+
+    @property
+    def _are_joined(self) -> bool:
+        """True if a layer is computed in the call of an earlier one."""
+        return any(getattr(vars(each).get("forward"), "follows", False) for each, _, _ in self._modules)
 
     @property
     def _lies_anew(self) -> bool:

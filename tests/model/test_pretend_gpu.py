@@ -464,6 +464,17 @@ def test_copies_to_the_device_are_few(
     assert num_steps > 5 and (gpu.count("pinned") - sum(commits) <= 2 * num_steps) != fault, gpu.events
 
 
+@pytest.mark.usefixtures("quick_start")
+def test_a_hook_that_captured_steps_would_not_call_is_refused(gpu: PretendGpu, model: PreTrainedModel) -> None:
+    there = to_gpu(copy.deepcopy(model))
+    engine = Engine.from_model(there, decode=SMALL, swap_space=0)
+    ids(engine, GREEDY)
+    assert gpu.num_captures
+    there.model.layers[0].mlp.register_forward_hook(lambda module, given, output: -output)
+    with pytest.raises(InputError, match="it has other hooks"):
+        ids(engine, GREEDY)
+
+
 @pytest.mark.parametrize("fault", [False, True])
 def test_ranks_of_a_replica_hear_of_each_other_while_the_device_works(
     fault: bool, gpu: PretendGpu, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch

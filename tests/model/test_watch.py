@@ -159,6 +159,16 @@ def test_what_an_engine_cannot_follow_is_one_line_and_the_drop_in_makes_another(
     assert torch.equal(model.generate(ids, **how, custom_generate=lpr.lookahead), expected)
 
 
+def test_a_hook_on_layers_that_are_computed_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    engine = engine_of(model)
+    monkeypatch.setattr(type(engine.replica.watch), "_are_joined", True)
+    output(engine)
+    a_hook(model)
+    with pytest.raises(InputError, match="it has other hooks"):
+        output(engine)
+
+
 @pytest.mark.parametrize("change", [in_place, in_data, assigned, step_of_an_optimizer], ids=lambda each: each.__name__)
 def test_the_drop_in_follows_by_itself(change: Callable[[PreTrainedModel], None]) -> None:
     model = tiny_model()
