@@ -254,10 +254,14 @@ def join_replica(store: dist.Store, rank: int, size: int, nccl: bool, timeout: f
     return mesh
 
 
+# torch 2.14 has a public name for it.
+set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+
+
 def limit_replica(mesh: DeviceMesh, timeout: float) -> None:
     """End waits of a replica's collectives after `timeout` seconds from now on."""
     for group in (dist.group.WORLD, mesh.get_group()):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
+        set_timeout(timedelta(seconds=timeout), group)
 
 
 def leave_replica(aborts: bool) -> None:

@@ -18,16 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from lpr.config import TreeSizes
 from lpr.core import wire
-from lpr.core.digest import digest_of
 from lpr.core.heads import FROM_ROOT, PROBABILITY_STEPS, HeadDraft, block_words, read_ahead
 from lpr.core.passes import size_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm
-from lpr.engine.exchange import Gathered, check_digests
+from lpr.engine.exchange import Gathered, decide_as_first, worst_of_replica
 from lpr.engine.plan import StepPlan
 from lpr.engine.request import Request
 from lpr.model.runner import TreeModel
@@ -92,7 +90,7 @@ class DraftRank:
         assert model.cache is not None
         self.model, self.comm = model, comm
         self._lines = [Line(slot) for slot in range(model.cache.num_slots)]
-        self._free = list(range(min(self._of_replica(model.cache.num_pages)[0])))[::-1]
+        self._free = list(range(-worst_of_replica(comm, -model.cache.num_pages)))[::-1]
         self._step = self._last_try = 0
         self._kind = (0, 0)
         self._step_ms: dict[tuple[int, int], float] = {}
@@ -156,22 +154,8 @@ class DraftRank:
                 line.known = draft or HeadDraft(is_copy=True)
                 line.num_tokens = len(request.tokens)
 
-    # The ranks of this replica.
-
-    def _of_replica(self, *values: int) -> list[tuple[int, ...]]:
-        """Per value, the values of all ranks of this replica."""
-        if self.comm.tp_size == 1:
-            return [(each,) for each in values]
-        return [*zip(*self.comm.begin_gather_replica(torch.tensor(values, dtype=torch.int32))().tolist(), strict=True)]
-
     def _agreed(self, decision: int, *seen: object) -> int:
-        """The first rank's decision; raises DesyncError if the ranks' `seen` differ."""
-        if self.comm.tp_size == 1:
-            return decision
-        decisions, digests = self._of_replica(decision, digest_of(repr(seen)) % 2**31)
-        first = self.comm.rank * self.comm.tp_size
-        check_digests([[each] for each in digests], range(first, first + self.comm.tp_size))
-        return decisions[0]
+        return decide_as_first(self.comm, [decision], *seen)[0]
 
     # Slots and pages.
 
@@ -268,7 +252,8 @@ class DraftRank:
             self._last_try = self._step
             return True
         begins = passes.pass_time(sum([row.num_entries for row in rows])) <= limit_ms
-        return bool(self._agreed(begins, [(row.slot, row.num_cached, row.tokens.tolist()) for row in rows]))
+        seen = [(row.slot, row.num_cached, row.tokens.tolist()) for row in rows]
+        return bool(self._agreed(begins, seen))
 
     def _pass(self, active: Sequence[Ending], began: float, limit: float) -> None:
         cache, passes = self.model.cache, self.drafter.passes

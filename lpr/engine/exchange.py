@@ -19,6 +19,7 @@ import torch
 from lpr.config import TreeSizes
 from lpr.core import wire
 from lpr.core.budgets import Budgets
+from lpr.core.digest import digest_of
 from lpr.core.heads import block_words
 from lpr.dist.comm import Comm
 from lpr.model.exact.check import GemmRows
@@ -186,6 +187,7 @@ class Exchange:
         payload = layout.payload
         if payload is None:  # only with log-probabilities
             payload = self._payload.new_zeros(num_words)
+        draft.header[wire.TIME_WORD] = min(int((time.perf_counter() - self._began) * 1e6), 2**31 - 1)
         header, is_full = draft.header, local is not None and len(local) == len(draft) * self.capacity
         in_order = self.comm.size == 1 and (len(draft) == 1 or is_full)
         words = draft.placement if local is not None and not in_order else None
@@ -200,8 +202,6 @@ class Exchange:
             copy_over(payload[: len(header)], header)
         if words is not None and places is None and (local is None or table is None):
             places = to_device(words, payload.device)
-        if self.comm.drafting:
-            payload[wire.TIME_WORD] = min(int((time.perf_counter() - self._began) * 1e6), 2**31 - 1)
         if local is not None and table is not None:  # by numpy, in a fraction of torch's time
             results = local.numpy()
             table[words[1] if words is not None else slice(len(local)), : local.shape[1]] = (
@@ -269,7 +269,19 @@ def common_gemm_rows(comm: Comm, gemm_rows: GemmRows | str) -> GemmRows | str:
 
 def worst_of_replica(comm: Comm, outcome: int) -> int:
     """The maximum of `outcome` (a small integer) over the tp ranks of this replica; a collective call."""
+    if comm.tp_size == 1:
+        return outcome
     return int(comm.begin_gather_replica(torch.tensor([outcome], dtype=torch.int32))().max())
+
+
+def decide_as_first(comm: Comm, decisions: list[int], *seen: object) -> list[int]:
+    """The decisions of this replica's first tp rank; raises DesyncError if what the ranks have `seen` differs."""
+    if comm.tp_size == 1:
+        return decisions
+    payload = torch.tensor([digest_of(repr(seen)) % 2**31, *decisions], dtype=torch.int32)
+    found, first = comm.begin_gather_replica(payload)().tolist(), comm.rank * comm.tp_size
+    check_digests([each[:1] for each in found], range(first, first + comm.tp_size))
+    return list(found[0][1:])
 
 
 def check_digests(digests: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> None:

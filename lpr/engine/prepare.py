@@ -17,7 +17,7 @@ from lpr.config import DecodeConfig, InputError, first_line
 from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, agree, is_alone, is_driver
-from lpr.engine.exchange import check_replica, common_gemm_rows, worst_of_replica
+from lpr.engine.exchange import check_replica, common_gemm_rows, decide_as_first, worst_of_replica
 from lpr.engine.options import EngineOptions, KvDtype, load_step_times
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.heads.head import DraftHead
@@ -77,10 +77,10 @@ def prepare(
     set_roles(options, comm)
     # Tensor-parallel ranks must not enter a forward with different inputs.
     shared = None
-    if comm.tp_mesh is not None:
+    if comm.tp_size > 1:
         part = vocabulary_head(loaded.model)
-        gemm_rows, worst = partial(common_gemm_rows, comm), partial(worst_of_replica, comm)
-        shared = SharedWeights(partial(check_replica, comm), gemm_rows, worst, comm.tp_rank, comm.tp_size, part)
+        known = check_replica, common_gemm_rows, worst_of_replica, decide_as_first
+        shared = SharedWeights(*(partial(each, comm) for each in known), comm.tp_rank, comm.tp_size, part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     comm.before_close(model.release)
     failure, costs, like, compiles = None, None, None, False
@@ -108,7 +108,7 @@ def prepare(
         if has_head:
             assert loaded.head is not None
             _use_head(model, loaded.head, like, setting)
-        if comm.num_drafting and (why := why_no_copy(like, comm)) is not None:
+        if comm.num_drafting and (why := why_no_copy(like)) is not None:
             raise InputError(f"draft_ranks={options.draft_ranks}: {why}")
         if not comm.serves or (options.self_draft != "off" and not comm.num_drafting):
             _use_copy(model, options, like, comm, decode.max_batch_size)
@@ -209,10 +209,8 @@ def why_no_fp8(model: TreeModel) -> str | None:
     return None
 
 
-def why_no_copy(like: KVCache, comm: Comm) -> str | None:
-    """The reason why a low-bit copy cannot draft on this mesh, the same on all ranks; None if it can."""
-    if comm.tp_size > 1 and not comm.num_drafting:
-        return "ranks share its weights (--tp)"
+def why_no_copy(like: KVCache) -> str | None:
+    """The reason why a low-bit copy cannot draft, the same on all ranks; None if it can."""
     return "its recurrent layers keep states that a pass would change" if like.has_states else None
 
 
@@ -220,7 +218,7 @@ def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache
     """True if ranks of the mesh may draft with a low-bit copy; the same on all ranks."""
     if comm.num_drafting:
         return True
-    if options.self_draft == "off" or why_no_copy(like, comm) is not None:
+    if options.self_draft == "off" or why_no_copy(like) is not None:
         return False
     return options.self_draft != "auto" or decode.adaptive
 
@@ -230,9 +228,9 @@ def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Com
     named = "int8" if options.self_draft == "off" else options.self_draft  # "off": a draft-only rank
     form = _auto_form(model) if named == "auto" else named
     is_wanted = options.self_draft != "auto" or comm.num_drafting > 0
-    why, began = why_no_copy(like, comm) or why_no_copy_in(model.model, form), time.perf_counter()
+    why, began = why_no_copy(like) or why_no_copy_in(model.model, form), time.perf_counter()
     try:
-        if why is None and not is_wanted and not _has_room(model, comm):
+        if why is None and model.worst_of_replica(int(not is_wanted and not _has_room(model, comm))):
             why = "there is no memory for a copy"
         if why is None:
             model.use_copy(partial(make_copy, model.model, form), like, max_batch_size)

@@ -14,7 +14,7 @@ from typing import cast
 from lpr.config import DecodeConfig, TreeSizes
 from lpr.core.passes import Passes
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm, is_driver
+from lpr.dist.comm import Comm, is_alone, is_driver
 from lpr.dist.errors import CommError, MeshChangedError, first_line
 from lpr.engine import handover
 from lpr.engine.adapters import Adapters
@@ -73,8 +73,8 @@ class Replica(StepHooks):
         self.sizer = Sizer(TreeSizes(), None, comm)
         self.pace: Pace | None = None
         """Decides when a prediction head rests, with automatic sizes; else None."""
-        self._timed: tuple[Sequence[Request], Outcomes, float, float] | None = None
-        """The last step and its milliseconds, until the sizer has counted it."""
+        self._timed: tuple[Sequence[Request], Outcomes, float, float, float] | None = None
+        """The last step, its milliseconds, those without guesses, and those of the replica's first rank."""
         self._batch: Batch | None = None  # of the last step; none of its requests has ended
         self.drafting: DraftRank | None = None
         """The drafter of a draft-only rank; None on other ranks."""
@@ -201,7 +201,7 @@ class Replica(StepHooks):
         began, captures = time.perf_counter(), self.model.num_captures
         self.new_times, self.model.guess_ms = None, 0.0
         self.hooks.begin_step()
-        spent_ms = passes_ms(self.model) if self.comm.size == 1 else 0.0
+        spent_ms = passes_ms(self.model) if is_alone(self.comm) else 0.0
         waiting: list[Request] = []
         if len(schedule.decoding) < len(self.scheduler.running):
             begun = {request.admission for request in schedule.decoding}
@@ -223,7 +223,9 @@ class Replica(StepHooks):
             self.sizer.end_step(num_entries)
         self.scheduler.pass_step(schedule, num_entries)
         if result.outcomes and not schedule.filling and captures == self.model.num_captures:
-            self._timed = schedule.decoding, result.outcomes, (time.perf_counter() - began) * 1e3, self.model.guess_ms
+            ms, shared_ms = (time.perf_counter() - began) * 1e3, result.replica_ms - passes_ms(self.model)
+            step_ms = ms - self.model.guess_ms
+            self._timed = schedule.decoding, result.outcomes, ms, step_ms, shared_ms
         return result
 
     def end_phase(self, phase: str) -> None:
@@ -236,16 +238,17 @@ class Replica(StepHooks):
         """Do the deferred work of the last step; no later decision of this step depends on it."""
         self.is_whole = False
         if self._timed is not None:
-            batch, outcomes, ms, guess_ms = self._timed
+            batch, outcomes, ms, step_ms, shared_ms = self._timed
             if self.pace is not None:
                 self.pace.observe(outcomes, ms)
                 self.model.rests = self.pace.rests
                 if self.model.guesser is not None:
                     self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)
             if self.drafting is None:
-                count_passes(self.model, outcomes, ms - guess_ms, self.sizes.num_nodes)
+                own_ms = shared_ms if self.comm.tp_size > 1 else step_ms
+                count_passes(self.model, outcomes, own_ms, self.sizes.num_nodes)
             # The time of a head or copy does not depend on the tree; counted in, it would raise the price of all nodes.
-            self.new_times, self._timed = self.sizer.observe(batch, outcomes, ms - guess_ms), None
+            self.new_times, self._timed = self.sizer.observe(batch, outcomes, step_ms), None
         Request.require_whole(self.turns.changing)
         self.is_whole = True
         self.hooks.while_busy()
@@ -382,13 +385,11 @@ class Replica(StepHooks):
         # The tp ranks of a replica run the head together, so none may pause it by its own clock.
         has_pace = times is not None and self.sizes.num_guesses and self.comm.tp_size == 1
         self.pace, self.model.rests = Pace() if has_pace else None, False
-        if self.model.self_drafter is not None:
-            drafter = self.model.self_drafter
+        if (drafter := self.model.self_drafter) is not None:
             drafter.passes = Passes(fewest=int(self.options.self_draft != "auto"), first_ms=drafter.first_ms)
         if times is not None:
-            decode = self.decode
             limits.join_chunk = max(SHORTEST_FILL, times.critical_length())
-            targets = decode.first_token_ms or math.inf, decode.per_token_ms or math.inf
+            targets = self.decode.first_token_ms or math.inf, self.decode.per_token_ms or math.inf
             num_nodes = self.sizes.num_nodes // num_serving
             sizer = self.sizer  # not `self`: a reference cycle would keep a dropped engine's K/V
             limits.decide_by(lambda: cast(StepTimes, sizer.times), num_nodes, *targets)

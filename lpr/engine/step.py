@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lpr.core import wire
 from lpr.core.budgets import Budgets
 from lpr.engine.ahead import Ahead, look_ahead
 from lpr.engine.exchange import Exchange
@@ -35,6 +36,7 @@ class StepResult:
 
     outcomes: Outcomes  # per decoding request
     num_command_bytes: int  # length of the commands that the driver broadcasts next
+    replica_ms: float  # milliseconds that this replica's first rank spent before the gather
 
 
 def decode_step(
@@ -72,7 +74,8 @@ def decode_step(
         count_filled(request, counts)
     outcomes = Outcomes(concluded, draft.num_entries, gathered.logprobs(concluded), plan.batch.one_by_one)
     hooks.end_phase("commit")
-    return StepResult(outcomes, gathered.num_command_bytes)
+    ms = wire.microseconds(gathered.of_replicas[draft.rank]) / 1e3
+    return StepResult(outcomes, gathered.num_command_bytes, ms)
 
 
 def draft_trees(

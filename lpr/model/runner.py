@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lpr.config import PAGE_SIZE, InputError
+from lpr.config import PAGE_SIZE, InputError, first_line
 from lpr.core.heads import HeadDraft
 from lpr.model.adapter import Adapter, ShareGemmRows
 from lpr.model.cpu.memory import wait_for_pages
@@ -54,6 +54,8 @@ class SharedWeights:
     share_gemm_rows: ShareGemmRows = lambda found: found
     """Returns the exact-mode numbers of GEMM rows that hold on all ranks."""
     worst: Callable[[int], int] = lambda found: found  # returns the maximum of the argument over all ranks
+    decide: Callable[..., list[int]] = lambda decisions, *seen: decisions
+    """Returns the first rank's decisions; what the ranks have `seen` must not differ."""
     tp_rank: int = 0
     tp_size: int = 1
     part: VocabularyHead | None = None  # this rank's part of the output head, for vocab-parallel sampling; None without
@@ -148,8 +150,17 @@ class TreeModel:
 
     def use_copy(self, make_copy: Callable[[], Callable[..., Any]], like: KVCache, max_batch_size: int) -> None:
         """Attach a low-bit copy for drafting, checked in `like`; raises any error of a copy that does not fit."""
-        drafter = SelfDrafter(self.adapter, make_copy)
-        drafter.go_direct(like)
+        drafter = refused = None
+        try:
+            drafter = SelfDrafter(self.adapter, make_copy, self._shared.decide)
+        except Exception as failure:  # modules with unexpected inputs may raise any type
+            refused = failure
+        if self._shared.worst(int(drafter is None)) and drafter is not None:
+            raise InputError("another rank of this replica could not make a copy")
+        if drafter is None:
+            raise InputError(first_line(refused)) from refused
+        if self._shared.tp_size == 1:  # in one call a rank would decide by its own clock
+            drafter.go_direct(like)
         drafter.measure(like, max_batch_size)
         self.self_drafter = drafter
 

@@ -160,9 +160,18 @@ class Ending:
 class SelfDrafter:
     """Runs a copy with the adapter, cache and sampling of its model."""
 
-    def __init__(self, adapter: Adapter, make_copy: Callable[[], Callable[..., Any]]) -> None:
-        """Draft with a copy, which is called as the model of `adapter` is."""
-        self.adapter, self._make_copy = adapter, make_copy
+    def __init__(
+        self,
+        adapter: Adapter,
+        make_copy: Callable[[], Callable[..., Any]],
+        decide: Callable[..., list[int]] = lambda decisions, *seen: decisions,
+    ) -> None:
+        """Draft with a copy, which is called as the model of `adapter` is.
+
+        The tp ranks of a replica make the same passes, as they count the same times: `decide` returns the first rank's
+        microseconds, and compares what the ranks have drafted.
+        """
+        self.adapter, self._make_copy, self._decide = adapter, make_copy, decide
         self.copy = make_copy()
         self.direct: Direct | None = None
         """The copy in one call, if it can be called so."""
@@ -205,7 +214,7 @@ class SelfDrafter:
                 began = time.perf_counter()
                 self.draft([Ending(slot, 3, 1, SamplingParams(), 1) for slot in range(count)], cache)
                 took.append((time.perf_counter() - began) * 1e3)
-            self.first_ms[count] = min(took)
+            self.first_ms[count] = self._agreed([min(took)])[0]
 
     def learn(self, slot: int, num_tokens: int, emitted: Sequence[int], ms: float) -> None:
         """Count what was drafted behind a sequence of `num_tokens` tokens by what the model has emitted there.
@@ -259,7 +268,7 @@ class SelfDrafter:
         if self.direct is not None and len(endings) == 1 and pays is None and endings[0].processors is None:
             self._draft_alone(self.direct, endings[0], cache)
             return
-        active, num_made = list(endings), 0
+        active, num_made, made = list(endings), 0, list[tuple[Sequence[Ending], int, float]]()
         while active:
             began = time.perf_counter()
             for each in active:
@@ -275,8 +284,15 @@ class SelfDrafter:
                 if self._take(each, chosen[mine], tokens[mine], odds[mine], cache):
                     going.append(each)
             num_made += 1
-            self._count(active, sum([row.num_entries for row in rows]), (time.perf_counter() - began) * 1e3)
+            made.append((active, sum([row.num_entries for row in rows]), (time.perf_counter() - began) * 1e3))
             active = going if (pays or self._pays)(going, num_made) else []
+        times = self._agreed([ms for *_, ms in made], [each.chain for each in endings])
+        for (begun, num_entries, _), ms in zip(made, times, strict=True):
+            self._count(begun, num_entries, ms)
+
+    def _agreed(self, times: Sequence[float], *seen: object) -> list[float]:
+        """The first rank's milliseconds."""
+        return [each / 1e3 for each in self._decide([round(ms * 1e3) for ms in times], *seen)]
 
     def _draft_alone(self, direct: Direct, each: Ending, cache: KVCache) -> None:
         """Draft for one sequence, all passes in one call."""

@@ -181,30 +181,35 @@ def test_a_job_needs_a_rank_that_holds_the_model(num_ranks: int, num_drafting: i
 
 
 @pytest.mark.parametrize("is_fixed", [True, False])
-def test_ranks_that_share_the_weights_of_a_copy_draft_the_same(is_fixed: bool) -> None:
-    rows, every = rows_of_two(is_fixed)
+@pytest.mark.parametrize("draft_ranks", [1, 0])
+def test_ranks_that_share_the_weights_of_a_copy_draft_the_same(is_fixed: bool, draft_ranks: int) -> None:
+    rows, every = rows_of_two(is_fixed, draft_ranks)
     assert [ids(each) for each in every] == 4 * [plain_ids(*MIXED)]
     assert rows[0] == rows[1] and len(rows[0]) > 10
     assert copied(every[0])[1] > (60 if is_fixed else 0)
 
 
-def rows_of_two(is_fixed: bool) -> tuple[list[list[Any]], list[list[Completion]]]:
-    """The rows of the copy on each of the two ranks that share it, and all ranks' completions.
+def rows_of_two(is_fixed: bool, draft_ranks: int) -> tuple[list[list[Any]], list[list[Completion]]]:
+    """The rows of the copy on each of the two ranks that share it, what a pass takes, and all ranks' completions.
 
-    The second rank's clock shows other times.
+    The second rank measures other times.
     """
     seen: list[list[Any]] = [[], []]
+    drafters = dict[int, SelfDrafter]()
 
     def watch(engine: Engine) -> None:
         if is_fixed:
             fix_copies(engine)
         drafter = engine.model.self_drafter
-        assert (drafter is not None) == (engine.comm.rank == 1)
-        if drafter is None:
+        assert (drafter is not None) == (not draft_ranks or engine.comm.rank == 1)
+        if drafter is None or engine.comm.rank == 0:
             return
-        mine, draft, fill = seen[engine.comm.tp_rank], drafter._logits, drafter.fill
-        if engine.comm.tp_rank:
+        drafters[engine.comm.tp_rank] = drafter
+        mine, draft, fill, agreed = seen[engine.comm.tp_rank], drafter._logits, drafter.fill, drafter._agreed
+        if engine.comm.tp_rank and draft_ranks:
             drafter.passes.pass_time = lambda num_entries: 1e-3  # type: ignore[method-assign]
+        elif engine.comm.tp_rank:
+            drafter._agreed = lambda times, *drafted: agreed([ms + 1e3 for ms in times], *drafted)  # type: ignore[method-assign]
 
         def shown(row: Row) -> tuple[int, int, list[int]]:
             return row.slot, row.num_cached, row.tokens.tolist()
@@ -219,13 +224,20 @@ def rows_of_two(is_fixed: bool) -> tuple[list[list[Any]], list[list[Completion]]
 
         drafter._logits, drafter.fill = logits, filled  # type: ignore[method-assign]
 
-    return seen, generate_on(4, model_of(), DECODE, PROMPTS, MIXED, watch, tp=2, draft_ranks=1)
+    how = {"draft_ranks": 1} if draft_ranks else {"self_draft": "int8"}
+    done = generate_on(4, model_of(), DECODE, PROMPTS, MIXED, watch, tp=2, **how)
+    if not draft_ranks:
+        for rank, drafter in drafters.items():
+            seen[rank].append(drafter.passes.pass_time(1))
+    return seen, done
 
 
 def test_ranks_that_go_by_their_own_clocks_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftRank, "_agreed", lambda self, decision, *seen: decision)
-    rows, _ = rows_of_two(False)
-    assert rows[0] != rows[1]
+    for module in (lpr.engine.draft_rank, lpr.engine.prepare):
+        monkeypatch.setattr(module, "decide_as_first", lambda comm, decisions, *seen: decisions)
+    for draft_ranks in (1, 0):
+        rows, _ = rows_of_two(False, draft_ranks)
+        assert rows[0] != rows[1]
 
 
 def test_states_are_refused() -> None:

@@ -32,6 +32,7 @@ from lpr.model.cpu.products import PrepackedLinear, PrepackedProducts
 from lpr.model.fused.decoder_layer import DecoderLayer
 from lpr.model.graph_capture import Capturer, Program
 from lpr.model.loader import load
+from lpr.model.low_bit.copy import LowBitCopy
 from lpr.model.low_bit.products import LowBitLinear
 from lpr.model.parallel import TensorParallel, local_shapes
 from lpr.model.recurrent import split_heads
@@ -221,13 +222,15 @@ def head_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
 
 
 def copy_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
-    """Ids of a job whose last replica only drafts, by its parts of a low-bit copy."""
-    engine = Engine.from_pretrained(case["model"], DECODE, comm=comm, draft_ranks=1, self_draft=case["form"])
+    """Ids of a job whose ranks have parts of a low-bit copy: all ranks, or those of the last replica, which drafts."""
+    ranks = int(case["draft_ranks"])
+    engine = Engine.from_pretrained(case["model"], DECODE, comm=comm, draft_ranks=ranks, self_draft=case["form"])
     drafter = engine.model.self_drafter
     if drafter is not None and case["fixed"] == "yes":
         drafter.passes = Passes(fixed=4)
     if drafter is not None and case["fault"] == "sum":
-        for module in engine.model.model.modules():
+        assert isinstance(drafter.copy, LowBitCopy)
+        for module in drafter.copy.modules():
             if isinstance(module, LowBitLinear):
                 module.pack.group = None
     done = engine.generate(PROMPTS * 2, PARAMS)

@@ -226,19 +226,22 @@ def test_ranks_run_a_prediction_head_together(tmp_path: Path) -> None:
         assert report["heads/order"]["guesses"] != guesses
 
 
-def test_a_replica_of_two_ranks_only_drafts(
+def test_ranks_have_parts_of_a_low_bit_copy(
     models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Beside one of two ranks that serves. Without the sums of its layers, hardly a draft of its copy is right."""
+    """Beside one of two ranks that serves; or every replica has a copy. Without the sums of layers it drafts badly."""
     cases = {
-        f"copies/{name}/{form}/{fixed}/{fault}": {
-            "model": str(folders[name]), "form": form, "fixed": fixed, "fault": fault
+        f"copies/{name}/{form}/{fixed}/{fault}/{ranks}": {
+            "model": str(folders[name]), "form": form, "fixed": fixed, "fault": fault, "draft_ranks": ranks
         }
-        for name, form, fixed, fault in (
-            ("llama", "int8", "yes", ""),
-            ("qwen2", "int8", "no", ""),
-            ("one_kv_head", "int4", "yes", ""),
-            ("llama", "int8", "yes", "sum"),
+        for name, form, fixed, fault, ranks in (
+            ("llama", "int8", "yes", "", "1"),
+            ("qwen2", "int8", "no", "", "1"),
+            ("one_kv_head", "int4", "yes", "", "1"),
+            ("llama", "int8", "yes", "sum", "1"),
+            ("llama", "int8", "yes", "", "0"),
+            ("one_kv_head", "int4", "no", "", "0"),
+            ("llama", "int8", "yes", "sum", "0"),
         )
     }  # fmt: skip
     done = launch(4, {"tp": 2, "cases": cases}, tmp_path)
@@ -252,9 +255,11 @@ def test_a_replica_of_two_ranks_only_drafts(
         assert errors == [None] * 4, (name, errors, done.stderr)
         for rank, found in enumerate(report[name] for report in reports):
             assert found["token_ids"] == expected, (name, rank)
-            linear, head = ("PrepackedLinear", "PrepackedHead") if rank < 2 else ("LowBitLinear", "LowBitHead")
+            drafts = rank > 1 and name.endswith("1")
+            linear, head = ("LowBitLinear", "LowBitHead") if drafts else ("PrepackedLinear", "PrepackedHead")
             assert found["kinds"] == [linear, linear, head], name
         accepted[name] = reports[0][name]["accepted"]
         assert accepted[name] == reports[3][name]["accepted"]
-    whole, _, _, torn = accepted.values()
+    whole, _, _, torn, own, _, torn_own = accepted.values()
     assert whole > 40 and torn < whole / 2, accepted
+    assert own > 40 and torn_own < own / 2, accepted
