@@ -32,10 +32,13 @@ class BuildInParallel(build_ext):
         super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
-        """Take what an earlier editable build left in lpr/, if nothing is newer. (Setuptools looks elsewhere.)"""
+        """Take what an earlier editable build left in lpr/, if nothing is newer. (Setuptools looks elsewhere.)
+
+        An sdist has nothing there, unless a test puts it there; a published wheel is compiled by its own rules.
+        """
         made = Path(self.get_ext_fullpath(ext.name))
         kept = Path("lpr", made.name)
-        if self.editable_mode and kept.exists() and not CHOSEN:
+        if kept.exists() and made.resolve() != kept.resolve() and not CHOSEN:
             newest = max(Path(each).stat().st_mtime for each in (*ext.sources, *ext.depends, "setup.py"))
             if kept.stat().st_mtime > newest:
                 made.parent.mkdir(parents=True, exist_ok=True)
@@ -45,8 +48,8 @@ class BuildInParallel(build_ext):
 
 
 HERE = Path(nanobind.source_dir()).parent
-CHOSEN = os.environ.get("CXXFLAGS", "")
-OPTIMISED = [] if "-O" in CHOSEN else ["-O3"]
+CHOSEN = os.environ.get("CXXFLAGS", "") or os.environ.get("CIBUILDWHEEL", "")
+OPTIMISED = [] if "-O" in os.environ.get("CXXFLAGS", "") else ["-O3"]
 
 setup(
     cmdclass={"build_ext": BuildInParallel},
