@@ -45,7 +45,7 @@ from lpr.model.rewrite.table import rewrite
 from tests.fakes.prompts import PROMPTS
 
 BUDGETS = {
-    "environment": 5, "bandwidth": 5, "build": 35, "t(n)": 75, "recorded": 60, "profile": 10,
+    "environment": 5, "bandwidth": 5, "build": 35, "t(n)": 75, "recorded": 60, "copies": 25, "profile": 10,
     "kernels": 30, "correctness": 60, "exact": 60, "sampling": 20,
     "ranks": 40, "hybrid": 40,
 }  # fmt: skip
@@ -205,7 +205,7 @@ def write_table(folder: Path, gpu: str, name: str, times: dict[str, Any], sizes:
 
 
 def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: float | None) -> None:
-    """The sections of one model of a real shape; the first model also follows recorded text, and is profiled."""
+    """The sections of one model of a real shape; the first one also follows recorded text, drafts and is profiled."""
     held: dict[str, PreTrainedModel] = {}
 
     def build() -> dict[str, Any]:
@@ -227,6 +227,7 @@ def large_model(report: Report, name: str, sizes: parts.Sizes, bytes_per_s: floa
     report.run(f"t(n):{name}", times)
     if name == next(iter(sizes.models)):
         report.run(f"recorded:{name}", lambda: recorded.section(held["model"], sizes))
+        report.run(f"copies:{name}", lambda: models.copies(held["model"], sizes))
         report.run(f"profile:{name}", lambda: models.profile_step(held["model"], sizes))
 
 

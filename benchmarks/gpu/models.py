@@ -14,6 +14,8 @@ from benchmarks.gpu.parts import Sizes, measured, median_ms, wait
 from lpr import InputError
 from lpr.model.input_builder import Row
 from lpr.model.kv_cache import KVCache
+from lpr.model.low_bit.copy import make_copy
+from lpr.model.low_bit.products import FORMS
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
 from lpr.model.self_check import self_check
@@ -130,6 +132,22 @@ def checks(model: PreTrainedModel) -> str:
     except InputError as failure:
         return str(failure)
     return "passed"
+
+
+def copies(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:
+    """Milliseconds of a pass of the model's low-bit copies, by sequences of a token each: as graphs and eager."""
+    result: dict[str, Any] = {}
+    for form in FORMS:
+        made = make_copy(model, form)
+        result[form] = {"mib": round(made.num_bytes / 2**20, 1)}
+        for name in ("graphs", "eager"):
+            runner = TreeModel(model, graphs=name == "graphs")
+            runner.use_copy(partial(lambda each: each, made), shapes_like(runner), max(sizes.clients))
+            assert runner.self_drafter is not None
+            result[form][name] = {count: round(ms, 4) for count, ms in runner.self_drafter.first_ms.items()}
+            result[form]["reason"] = result[form].get("reason") or runner.self_drafter.graph_reason
+            measured(result)
+    return result
 
 
 def profile_step(model: PreTrainedModel, sizes: Sizes) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class DraftRank:
         """Milliseconds that the others took for a step, by what was known of it before."""
         self._piece, self._token_ms = FIRST_PIECE, 0.0
         """Tokens of the last piece of a prompt, and milliseconds of each."""
+        self.drafter.prepare()
 
     @property
     def drafter(self) -> SelfDrafter:

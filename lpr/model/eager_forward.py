@@ -26,6 +26,7 @@ class EagerForward:
     capturer: Capturer | None = None  # captures steps; None evaluates them directly
     reason: str | None = None  # the reason why no further step is captured, once a capture has failed
     num_captures = 0  # graphs captured so far
+    passes = False  # True if a low-bit copy makes passes between a step and the reading of its results
     num_computed = 0  # entries that captured steps have computed, padding included
 
     def __init__(
@@ -54,11 +55,12 @@ class EagerForward:
         self._logits(self.adapter.step_inputs(rows, self.cache))
 
     def run_program(self, shape: Any, program: Any, words: np.ndarray, states: list[torch.Tensor]) -> torch.Tensor:
-        """What `program` makes of int32 `words` and of all `states` [n, H], both on the device.
+        """What `program` makes of int32 `words` and of all `states` [n, H], if there are any, on the device.
 
         It does not depend on the host otherwise; all programs of a `shape` are the same, and those without are rare.
         """
-        found: torch.Tensor = program(to_device(words, self.adapter.device), torch.cat(states))
+        given = [torch.cat(states)] if states else []
+        found: torch.Tensor = program(to_device(words, self.adapter.device), *given)
         return found
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:

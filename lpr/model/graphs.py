@@ -112,9 +112,9 @@ class GraphForward(EagerForward):
         """Most results of a packed step: those of a tree of each sequence."""
         self.max_entries = min(bucket_of(longest, node_buckets(1, self._row_multiple)), NODE_BUCKETS[-1])
 
-    def forget_adapters(self) -> None:
-        """Drop the graphs of steps with adapters, whose weights have moved."""
-        self._graphs = OrderedDict((each, kept) for each, kept in self._graphs.items() if not each.with_adapters)
+    def forget(self, is_stale: Callable[[Any], bool]) -> None:
+        """Drop the graphs of shapes for which `is_stale` is true: they read weights that lie elsewhere by now."""
+        self._graphs = OrderedDict((each, kept) for each, kept in self._graphs.items() if not is_stale(each))
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -179,13 +179,15 @@ class GraphForward(EagerForward):
     def run_program(self, shape: Any, program: Any, words: np.ndarray, states: list[torch.Tensor]) -> torch.Tensor:
         """As EagerForward.run_program, by a graph if steps have graphs."""
         size, count, most = len(words), sum(map(len, states)), PACKED_BUCKETS[-1]
-        if shape is None or not self.num_captures or size > len(self._words) or count > most:
+        can_check = self.num_captures or isinstance(shape, StaticShape)  # the model, before its first capture
+        if shape is None or not can_check or size > len(self._words) or count > most:
             return super().run_program(shape, program, words, states)
-        if "given" not in self._rooms:
+        if states and "given" not in self._rooms:
             self._rooms["given"] = states[0].new_empty(most, states[0].shape[1])
         self._upload.words(size)[:] = words
         self._upload.send(size)
-        program = partial(program, self._words[:size], torch.cat(states, out=self._rooms["given"][:count]))
+        given = [torch.cat(states, out=self._rooms["given"][:count])] if states else []
+        program = partial(program, self._words[:size], *given)
         captured = self._graph(shape, program)
         return captured.replay() if captured is not None else program()
 
@@ -287,8 +289,8 @@ class GraphForward(EagerForward):
         if shape.only_logits:
             return self._kept("logits", logits)
         results = self.sampler.results(logits, selection, shape.num_candidates, fixed_shapes=True)
-        # The programs of a head are replayed before they are gathered.
-        return results if inputs.hidden is None else self._kept(results.shape[1], results)
+        has_programs = self.passes or inputs.hidden is not None  # which are replayed before results are gathered
+        return self._kept(results.shape[1], results) if has_programs else results
 
     def _kept(self, name: Any, values: torch.Tensor) -> torch.Tensor:
         """`values` in the one place for all shapes, as far as it is large enough."""
@@ -364,8 +366,7 @@ class GraphForward(EagerForward):
             direct = self._logits(self.adapter.step_inputs([row], self.cache))
             same = replayed is not None and torch.equal(replayed.view(torch.uint8), direct.view(torch.uint8))
             if self._worst(CAPTURED if same else WRONG) == WRONG:
-                num_rows = shape.batch * shape.num_entries
-                self._give_up(RuntimeError(f"a replay of {num_rows} rows gives other bits than a direct step"))
+                self._give_up(RuntimeError(f"a replay of {shape.num_computed} rows has other bits than a direct step"))
                 self.is_wrong = True
 
     def common_shapes(self, num_candidates: int) -> list[StaticShape]:
@@ -411,8 +412,7 @@ class GraphForward(EagerForward):
                 all_kept = kept_buckets(size, self.most_results)
                 for length, kept in product(lengths, all_kept) if size > fewer else ():
                     keys = (kept,) if size >= MANY_ENTRIES else (0, kept)
-                    candidates = {num_candidates, 0} if size <= batch else {num_candidates}
-                    for each, known in product(keys, sorted(candidates)):
+                    for each, known in product(keys, sorted({num_candidates, 0 if size <= batch else num_candidates})):
                         is_split = self.sampler.part is not None and each > 0
                         for filtered in (False, True) if is_split else (each > 0,):
                             sizes = 0, batch, size, length, known, each, filtered

@@ -50,6 +50,7 @@ class Steps:
     by_kernel: bool = True  # True if kernels choose tokens, without a copy of the logits
     packed: bool = False  # True if graphs are of packed steps, pieces of prompts among them
     num_followed: int = 0  # guesses of each sequence that a prediction head follows at a depth; 0: there is no head
+    num_passed: int = 0  # results of the largest pass of a low-bit copy; 0: no pass has a graph
 
     @property
     def num_results(self) -> int:
@@ -105,9 +106,9 @@ def memory_needs(sizes: RankSizes, steps: Steps, num_axes: int = 0) -> MemoryNee
     """The sum, with communicators of `num_axes` axes of the mesh.
 
     Logits are held twice in the model's dtype: by a graph, and for sampling outside of it; those of a head's guesses
-    once, and twice in float32. Its graphs are captured behind those of the start. A layer's input, projections and
-    partial sums of attention exist for one layer at a time. Graphs share one pool, of the size that the largest needs;
-    a prompt chunk does not use it.
+    and of a copy's passes once, and twice in float32. Graphs of both are captured behind those of the start. A layer's
+    input, projections and partial sums of attention exist for one layer at a time. Graphs share one pool, of the size
+    that the largest needs; a prompt chunk does not use it.
     """
 
     def layer(num_entries: int) -> int:
@@ -115,7 +116,7 @@ def memory_needs(sizes: RankSizes, steps: Steps, num_axes: int = 0) -> MemoryNee
         return num_entries * (row + sizes.hidden * PARTIAL_SUMS * 4)
 
     copies = 2 * sizes.element + (0 if steps.by_kernel else FLOAT_COPIES * 4)
-    guessed = power_of_two(steps.batch) * steps.num_followed
+    guessed = max(power_of_two(steps.batch) * steps.num_followed, steps.num_passed)
     num_graphs = steps.num_graphs + (MAX_GRAPHS - MOST_COMMON if steps.num_graphs and guessed else 0)
     return MemoryNeeds(
         context=CONTEXT,

@@ -123,7 +123,7 @@ class TreeModel:
     def forget_adapters(self) -> None:
         """Drop the graphs of steps with adapters, whose weights have moved in memory."""
         if self.graphs is not None:
-            self.graphs.forget_adapters()
+            self.graphs.forget(lambda shape: shape.with_adapters)
 
     def compile(self, backend: str = "inductor") -> None:
         """Let torch.compile fuse the elementwise operations of captured steps; other steps are not compiled."""
@@ -161,7 +161,11 @@ class TreeModel:
             raise InputError(first_line(refused)) from refused
         if self._shared.tp_size == 1:  # in one call a rank would decide by its own clock
             drafter.go_direct(like)
-        drafter.measure(like, max_batch_size)
+        try:
+            drafter.measure(like, max_batch_size, self._strategy)
+        finally:
+            if self.capturer is not None:
+                self.capturer.release()
         self.self_drafter = drafter
 
     def draft(self, endings: Sequence[Ending]) -> None:
@@ -193,6 +197,7 @@ class TreeModel:
             by_kernel=has_kernels(self.device),
             packed=self.captures_packed,
             num_followed=self.guesser.num_guesses // FOLLOWED if self.guesser is not None else 0,
+            num_passed=self.self_drafter.most_results(batch) if self.self_drafter is not None else 0,
         )
         return memory_needs(sizes_of(self.model), steps, num_axes)
 
@@ -244,26 +249,34 @@ class TreeModel:
             except torch.cuda.OutOfMemoryError as failure:
                 needs = f"{size[2] * PAGE_SIZE * like.bytes_per_token / 2**30:.1f} GiB of K/V"
                 raise InputError(f"{lack_of_memory(needs, self.device)}, or give it less kv_memory") from failure
-            hear = partial(_hear, self._answer)  # not a method: in a cycle, a dropped engine would keep its K/V
-            parts = self.adapter, self.sampler, self.cache, hear
-            if self.capturer is not None:
-                model = self.compiled or self.adapter
-                self.forward = GraphForward(*parts, capturer=self.capturer, model=model, worst=self._shared.worst)
-            else:
-                self.forward = EagerForward(*parts)
+            self.forward = self._strategy(self.cache)
+            if self.self_drafter is not None:
+                self.self_drafter.attach(self.forward)
         if self.graphs is not None:
             self.graphs.limit(max_nodes)
+
+    def _strategy(self, cache: KVCache) -> EagerForward:
+        hear = partial(_hear, self._answer)  # not a method: in a cycle, a dropped engine would keep its K/V
+        parts = self.adapter, self.sampler, cache, hear
+        if self.capturer is None:
+            return EagerForward(*parts)
+        model = self.compiled or self.adapter
+        return GraphForward(*parts, capturer=self.capturer, model=model, worst=self._shared.worst)
 
     def prepare(self, num_candidates: int, show: bool = True) -> None:
         """Capture common steps before the first request; with a progress bar on a terminal, if `show`."""
         if self.graphs is not None:
             self.graphs.prepare(num_candidates, show)
+        if self.self_drafter is not None:
+            self.self_drafter.prepare()
 
     def release(self) -> None:
         """Drop captured graphs and the cache: a graph that holds a collective must go before its communicator."""
         has_captures = self.num_captures > 0
         if self.forward is not None and self.forward.capturer is not None:
             self.forward.capturer.release()
+        if self.self_drafter is not None:
+            self.self_drafter.attach(None)
         self.forward = self.cache = None
         if has_captures:
             gc.unfreeze()  # frozen objects may hold them in a reference cycle

@@ -25,9 +25,11 @@ from lpr.config import SamplingParams
 from lpr.core.heads import PROBABILITY_STEPS, HeadDraft
 from lpr.core.passes import Passes
 from lpr.model.adapter import Adapter
+from lpr.model.eager_forward import EagerForward
 from lpr.model.heads.guesses import likeliest
 from lpr.model.kv_cache import KVCache
 from lpr.model.low_bit.direct import LONGEST, Direct
+from lpr.model.pass_graphs import MOST_ENTRIES, PassGraphs
 from lpr.model.sampling import in_cpp
 from lpr.model.sampling.choice import pick
 from lpr.model.sampling.grammar import Grammar
@@ -175,6 +177,10 @@ class SelfDrafter:
         self.copy = make_copy()
         self.direct: Direct | None = None
         """The copy in one call, if it can be called so."""
+        self.graphs: PassGraphs | None = None
+        """Passes as graphs, in the cache of the model's steps."""
+        self.graph_reason: str | None = None
+        """The reason why passes are no graphs, if the capture of one has failed."""
         self.passes = Passes()
         """Decides how many passes pay."""
         self.first_ms: dict[int, float] = {}
@@ -189,8 +195,25 @@ class SelfDrafter:
     def renew(self) -> None:
         """Make the copy anew, as the model's weights have changed."""
         self.copy = self._make_copy()
+        if self.graphs is not None:
+            self.graphs.forget()
         if self.direct is not None:
             self.direct = self._find_direct()
+
+    def attach(self, forward: EagerForward | None) -> None:
+        """Launch passes in the cache of `forward` beside its steps; None drops their graphs."""
+        self.graphs = None
+        if forward is not None and PassGraphs.fits(self.adapter) and self.graph_reason is None:
+            self.graphs = PassGraphs(forward)
+
+    def most_results(self, batch: int) -> int:
+        """Results of the largest pass of `batch` sequences with a graph; 0 if passes have none."""
+        return min(MOST_ENTRIES, batch * (1 + LONGEST_TEXT)) if PassGraphs.fits(self.adapter) else 0
+
+    def prepare(self) -> None:
+        """Capture common passes before the first request."""
+        if self.graphs is not None:
+            self.graphs.prepare(self.copy, 1 + LONGEST_TEXT)
 
     def _find_direct(self) -> Direct | None:
         model = getattr(self.copy, "model", None)
@@ -204,10 +227,15 @@ class SelfDrafter:
         if direct is not None and torch.allclose(direct.logits(rows, like), expected, rtol=1e-3, atol=1e-3):
             self.direct = direct
 
-    def measure(self, like: KVCache, max_batch_size: int) -> None:
-        """Time passes of a batch's sizes in a small cache like `like`."""
+    def measure(self, like: KVCache, max_batch_size: int, strategy: Callable[[KVCache], EagerForward]) -> None:
+        """Time passes of a batch's sizes in a small cache like `like`, beside steps of such a strategy.
+
+        The first of a size may be captured as a graph; the shortest is a replay.
+        """
         together = [each for each in TIMED_TOGETHER if each <= 2 * max_batch_size]
         cache = like.resized(max([1, *together]), 4 + NUM_ROWS)
+        forward = strategy(cache)
+        self.attach(forward)
         for count, repeats in ((1, NUM_TIMED), *((many, 2) for many in together)):
             took = list[float]()
             for _ in range(repeats):
@@ -215,6 +243,8 @@ class SelfDrafter:
                 self.draft([Ending(slot, 3, 1, SamplingParams(), 1) for slot in range(count)], cache)
                 took.append((time.perf_counter() - began) * 1e3)
             self.first_ms[count] = self._agreed([min(took)])[0]
+        self.graph_reason = forward.reason  # steps, of another strategy, keep their graphs
+        self.attach(None)
 
     def learn(self, slot: int, num_tokens: int, emitted: Sequence[int], ms: float) -> None:
         """Count what was drafted behind a sequence of `num_tokens` tokens by what the model has emitted there.
@@ -276,7 +306,9 @@ class SelfDrafter:
             rows = [each.row() for each in active]
             positions = [each.positions() for each in active]
             of_all = any([each.processors is not None for each in active])  # which may ask for any token
-            chosen, tokens, odds = self._choose(self._logits(rows, cache, of_all), active, positions)
+            asked = [(each.params, mine) for each, mine in zip(active, positions, strict=True)]
+            found = self.graphs.choices(self.copy, rows, asked) if self.graphs is not None and not of_all else None
+            chosen, tokens, odds = found or self._choose(self._logits(rows, cache, of_all), active, positions)
             start, going = 0, []
             for each, row in zip(active, rows, strict=True):
                 mine = slice(start, start + row.num_results)
@@ -284,7 +316,8 @@ class SelfDrafter:
                 if self._take(each, chosen[mine], tokens[mine], odds[mine], cache):
                     going.append(each)
             num_made += 1
-            made.append((active, sum([row.num_entries for row in rows]), (time.perf_counter() - began) * 1e3))
+            took = time.perf_counter() - began - (self.graphs.lost if self.graphs is not None else 0.0)
+            made.append((active, sum([row.num_entries for row in rows]), took * 1e3))
             active = going if (pays or self._pays)(going, num_made) else []
         times = self._agreed([ms for *_, ms in made], [each.chain for each in endings])
         for (begun, num_entries, _), ms in zip(made, times, strict=True):
@@ -340,6 +373,8 @@ class SelfDrafter:
                 return logits
             ends = accumulate([row.num_entries for row in rows])
             return torch.cat([logits[end - row.num_results : end] for end, row in zip(ends, rows, strict=True)])
+        if self.graphs is not None and (found := self.graphs.logits(self.copy, rows)) is not None:
+            return found
         if len(rows) > 1 and not self.adapter.packed:
             return torch.cat([self._logits([row], cache) for row in rows])
         return self.adapter.forward(self.adapter.step_inputs(rows, cache), cache, model=self.copy)

@@ -74,6 +74,7 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
     A start captures 80 others. It has its own tests, as the self-check has.
     """
     monkeypatch.setattr("lpr.model.graphs.MOST_COMMON", 1)
+    monkeypatch.setattr("lpr.model.pass_graphs.MOST_PREPARED", 0)
     monkeypatch.setattr("lpr.engine.prepare.self_check", without_a_check)
 
 

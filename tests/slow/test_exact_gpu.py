@@ -58,7 +58,7 @@ def test_replays_are_compared_with_direct_steps_at_every_height(
     gpu.memory = ROOM
     engine = Engine.from_model(to_gpu(model), decode=DECODE, exact=True)
     reason, replays = engine.model.graph_reason, gpu.num_replays
-    assert reason == (f"a replay of {rows} rows gives other bits than a direct step" if rows else None)
+    assert reason == (f"a replay of {rows} rows has other bits than a direct step" if rows else None)
     assert engine.model.graphs is not None
     gemm_rows = {shape.batch * shape.num_entries for shape in engine.model.graphs.common_shapes(8)}
     assert gemm_rows == {64, 128, 256} and (rows or replays >= len(gemm_rows))

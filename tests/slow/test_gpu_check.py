@@ -29,14 +29,14 @@ from tests.fakes.pretend_gpu import CUDA, OnGpu, PretendGpu, gpu, guard, to_gpu
 
 __all__ = ["gpu", "guard"]
 SECTIONS = [
-    "environment", "bandwidth", "build:tiny", "t(n):tiny", "recorded:tiny", "profile:tiny",
+    "environment", "bandwidth", "build:tiny", "t(n):tiny", "recorded:tiny", "copies:tiny", "profile:tiny",
     "kernels", "correctness", "exact", "sampling", "ranks:2", "hybrid",
 ]  # fmt: skip
 
 
 ON_ONE_GPU = [
     "environment", "bandwidth", "build:tiny", "t(n):tiny", "recorded:tiny",
-    "profile:tiny", "kernels", "correctness", "sampling",
+    "copies:tiny", "profile:tiny", "kernels", "correctness", "sampling",
 ]  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_the_plan_fits_eight_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     report = Report(tmp_path / "out.json", 8.0, (), gpu_check.BUDGETS)
     gpu_check.check(report, gpu_parts.Sizes.real(torch.device("cuda")))
     assert began[:2] == ["environment", "bandwidth"]
-    assert began[2:6] == [f"{name}:codellama-7b" for name in ("build", "t(n)", "recorded", "profile")]
+    assert began[2:6] == [f"{name}:codellama-7b" for name in ("build", "t(n)", "recorded", "copies")]
     assert {"sampling", "exact", "ranks:2", "ranks:8", "ranks:tp 2", "ranks:tp 8", "hybrid"} < set(began)
     first, last = began.index("ranks:8"), began.index("ranks:tp 2")
     assert began[first : last + 1] == [
@@ -224,6 +224,8 @@ def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) 
     ]  # fmt: skip
     assert times["graphs"]["reason"] is None
     assert all(times["replay_equals_program"].values())
+    for made in (record["sections"]["copies:tiny"][form] for form in ("int8", "int4", "fp8")):
+        assert made["reason"] is None and made["graphs"].keys() == made["eager"].keys() == {1, 4}
     assert record["sections"]["correctness"]["graphs_equal_to_eager"] == {"greedy": 2, "seeded": 2}
     overlap = record["sections"]["recorded:tiny"]["overlap"]
     assert overlap["same_ids"] and overlap["launched"] > 0

@@ -19,7 +19,7 @@ from lpr.model.cpu.products import PrepackedHead, PrepackedLinear
 from lpr.model.low_bit.coded import BITS
 from lpr.model.low_bit.layers import CodedExperts, PackedCodedLinear, coded_modules
 from lpr.model.low_bit.products import FORMS, Form, LowBitPack, round_linear
-from lpr.model.rewrite.base import Setting, carry_out
+from lpr.model.rewrite.base import OwnForward, Setting, carry_out
 from lpr.model.rewrite.merged_linear import LINEAR, Pack, PackedLinear, inputs_of, is_plain
 from lpr.model.rewrite.table import FUSED, undo_forwards
 
@@ -86,10 +86,11 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
 
 
 def _shared(model: nn.Module) -> Iterator[Any]:
-    """What the copy has in common with the model: tensors, packed weights and configs."""
+    """What the copy has in common with the model: tensors, packed weights, configs and forwards that will be undone."""
     for module in model.modules():
         for each in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
             is_shared = isinstance(each, (torch.Tensor, Pack, dist.ProcessGroup))
+            is_shared = is_shared or isinstance(getattr(each, "plain", None), OwnForward)
             if is_shared or hasattr(each, "_attn_implementation_internal"):
                 yield each
 

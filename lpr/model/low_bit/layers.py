@@ -44,13 +44,7 @@ class CodedLinear(nn.Linear):
         return self._product(input, self.bias)
 
     def _product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        given = input if self.order is None else input[..., self.order]
-        if (
-            has_kernel(self.coding, self.weight.device)
-            and given.numel() <= _kernels().MOST_ROWS * self.coding.num_inputs
-        ):
-            return _kernels().multiply(self.coding, self.weight, given, bias)
-        return F.linear(given, self.coding.to_dense(self.weight, input.dtype), bias)
+        return multiply(self.coding, self.weight, input if self.order is None else input[..., self.order], bias)
 
     def dense(self) -> Tensor:
         found = self.coding.to_dense(self.weight, self.dtype)
@@ -64,6 +58,13 @@ class ReducedCodedLinear(CodedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         return summed(self._product(input, None), self.group, self.bias)
+
+
+def multiply(coding: Coding, rows: Tensor, given: Tensor, bias: Tensor | None) -> Tensor:
+    """The product [..., outputs] of `given` [..., inputs], plus `bias` [outputs]: of few rows on a GPU by the codes."""
+    if has_kernel(coding, rows.device) and given.numel() <= _kernels().MOST_ROWS * coding.num_inputs:
+        return _kernels().multiply(coding, rows, given, bias)
+    return F.linear(given, coding.to_dense(rows, given.dtype), bias)
 
 
 def has_kernel(coding: Coding, device: torch.device) -> bool:

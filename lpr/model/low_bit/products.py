@@ -1,6 +1,6 @@
 """Linear layers with rounded weights: int8 and fp8 with a scale per output, int4 with scale and minimum per 32 inputs.
 
-Activations stay as they are.
+Activations stay as they are. On a GPU few rows are multiplied by the kernel for weights of checkpoints in few bits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from lpr.model.cpu.products import LaidOut, PrepackedLinear
 from lpr.model.cpu.tiles import can_tile
+from lpr.model.low_bit.coded import Coding
+from lpr.model.low_bit.layers import has_kernel, multiply
 from lpr.model.low_bit.tiles import GROUP, Int4Tiles, Int8Tiles
 from lpr.model.rewrite.merged_linear import group_of, joined, share
 from lpr.model.rewrite.sharded_layers import VocabularyHead
@@ -63,6 +65,31 @@ class Rounded:
         return F.linear(given, self.to_dense(given.dtype), bias)
 
 
+class CodedRows:
+    """A rounded weight on a GPU, whose codes a kernel multiplies by few rows."""
+
+    def __init__(self, weight: Rounded) -> None:
+        self.num_outputs, inputs = weight.num_outputs, weight.num_inputs
+        if weight.form == "int4":  # the kernel's codes have the values -8 to 7
+            scale = weight.scale.float()
+            self.coding = Coding("int4", inputs, GROUP, has_zero=True)
+            codes, zero = weight.groups().flatten(1)[:, :inputs], -weight.low.float() / scale - 8
+            self.rows = self.coding.encode(codes, scale, zero)
+        else:
+            self.coding = Coding(weight.form, inputs, inputs)
+            self.rows = self.coding.encode(weight.values, weight.scale[:, None])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        return self.coding.to_dense(self.rows, dtype)
+
+    def multiply(self, given: Tensor, bias: Tensor | None) -> Tensor:
+        return multiply(self.coding, self.rows, given, bias)
+
+
 class LowBitPack(LaidOut):
     def __init__(
         self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], form: Form,
@@ -70,6 +97,8 @@ class LowBitPack(LaidOut):
     ) -> None:  # fmt: skip
         """Round `weight` [sum of sizes, inputs]; `bias` [sum of sizes] stays; the members have `sizes` outputs."""
         packed: Any = Rounded(weight, form)
+        if has_kernel(Coding(form, weight.shape[1], GROUP), weight.device):
+            packed = CodedRows(packed)
         if form != "fp8" and weight.device.type == "cpu" and can_tile(weight.dtype, 2):
             bias = None if bias is None else bias.float()
             if form == "int8":
