@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lpr.config import PAGE_SIZE, InputError, first_line
+from lpr.config import PAGE_SIZE, InputError
 from lpr.core.heads import HeadDraft
 from lpr.model.adapter import Adapter, ShareGemmRows
 from lpr.model.cpu.memory import wait_for_pages
@@ -150,15 +150,13 @@ class TreeModel:
 
     def use_copy(self, make_copy: Callable[[], Callable[..., Any]], like: KVCache, max_batch_size: int) -> None:
         """Attach a low-bit copy for drafting, checked in `like`; raises any error of a copy that does not fit."""
-        drafter = refused = None
         try:
             drafter = SelfDrafter(self.adapter, make_copy, self._shared.decide)
-        except Exception as failure:  # modules with unexpected inputs may raise any type
-            refused = failure
-        if self._shared.worst(int(drafter is None)) and drafter is not None:
+        except Exception:  # modules with unexpected inputs may raise any type
+            self._shared.worst(1)  # so that no other rank waits for this one's passes
+            raise
+        if self._shared.worst(0):
             raise InputError("another rank of this replica could not make a copy")
-        if drafter is None:
-            raise InputError(first_line(refused)) from refused
         if self._shared.tp_size == 1:  # in one call a rank would decide by its own clock
             drafter.go_direct(like)
         try:
