@@ -70,6 +70,7 @@ struct Payloads {
     return of(rank) + constants.num_header + place * constants.num_tree_header;
   }
   int32_t num_candidates(int64_t rank) const { return of(rank)[3]; }
+  int32_t rows(int64_t rank) const { return of(rank)[5]; }
   int32_t num_owned(int64_t rank, int64_t place) const { return tree_header(rank, place)[2]; }
   // The words of the i-th node that a rank owns of a tree.
   const int32_t* node(int64_t rank, int64_t place, int64_t i) const {
@@ -97,6 +98,7 @@ inline Tokens pack_header(uint64_t digest, int32_t num_command_bytes, int32_t nu
   words.push_back(num_command_bytes);
   words.push_back(num_candidates);
   words.push_back(0);  // the time that the rank has taken, once it is known
+  words.push_back(0);  // and the digest of the rows that it has evaluated
   for (size_t i = 0; i < tree_digests.size(); i++) {
     add(tree_digests[i]);
     words.push_back(num_owned[i]);
@@ -104,12 +106,14 @@ inline Tokens pack_header(uint64_t digest, int32_t num_command_bytes, int32_t nu
   return words;
 }
 
-// True if all ranks hold the same, and the ranks that evaluate a tree the same of it.
+// True if all ranks hold the same, the ranks that evaluate a tree the same of it, and those of a replica the same rows.
 inline bool headers_agree(const Payloads& all, const Served& served, size_t num_trees) {
   if (all.num_ranks == 1) return true;
   std::vector<const int32_t*> first(num_trees, nullptr);  // per tree, what the first rank that evaluates it has sent
+  int64_t replica_size = all.num_ranks / served.size();
   for (int64_t rank = 0; rank < all.num_ranks; rank++) {
     if (!std::equal(all.of(rank), all.of(rank) + 2, all.of(0))) return false;
+    if (all.rows(rank) != all.rows(rank - rank % replica_size)) return false;
     const std::vector<int64_t>& trees = served[rank * served.size() / all.num_ranks];
     for (size_t place = 0; place < trees.size(); place++) {
       const int32_t*& known = first[trees[place]];

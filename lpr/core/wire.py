@@ -3,8 +3,9 @@
 A payload is int32 words, equally many on all ranks (rule R2):
 
     header    NUM_HEADER words: the digest of the state that all ranks hold (low, high), the length of the commands that
-              the driver broadcasts after the step (rule R3), the number of candidates per node, and the microseconds
-              that the rank has taken, from which draft-only ranks compute how many passes fit into a step
+              the driver broadcasts after the step (rule R3), the number of candidates per node, the microseconds that
+              the rank has taken, from which draft-only ranks compute how many passes fit into a step, and with tensor
+              parallelism a digest of the rows that the rank has evaluated, which is the same within a replica
     trees     NUM_TREE_HEADER words per tree that the rank serves: the digest of the state that only the tree's home
               ranks hold (low, high), and the number of its nodes that the rank owns
     results   per tree that the rank serves, a table of `capacity` nodes with `width` words. A node that the rank owns
@@ -32,8 +33,9 @@ from lpr.core.state import TreeResult
 from lpr.core.tree import TokenTree
 from lpr.protocol import TokenLogprobs
 
-NUM_HEADER = 5
+NUM_HEADER = 6
 TIME_WORD = 4  # of the header: microseconds
+ROWS_WORD = 5  # the digest of evaluated rows
 NUM_TREE_HEADER = 3
 NUM_NODE_WORDS = 2
 NODE_BITS = 14
@@ -95,7 +97,7 @@ def pack_header(
     digest: int, num_command_bytes: int, num_candidates: int, tree_digests: Sequence[int], num_owned: Sequence[int]
 ) -> np.ndarray:
     """A rank's header and tree headers, in the order of its trees."""
-    words = [*_halves(digest), num_command_bytes, num_candidates, 0]
+    words = [*_halves(digest), num_command_bytes, num_candidates, 0, 0]
     for tree_digest, count in zip(tree_digests, num_owned, strict=True):
         words += [*_halves(tree_digest), count]
     return np.array(words, np.int64).astype(np.int32)
@@ -145,8 +147,12 @@ def tree_digests(payloads: np.ndarray, served: Served) -> dict[int, list[tuple[i
 
 
 def headers_agree(payloads: np.ndarray, served: Served) -> bool:
-    """True if the digests of all ranks agree, and per tree those of the ranks that evaluate it. See `tree_digests`."""
-    if (payloads[:, :2] != payloads[0, :2]).any():
+    """True if the digests of all ranks agree, per tree those of the ranks that evaluate it, and per replica the rows'.
+
+    See `tree_digests`.
+    """
+    rows = payloads[:, ROWS_WORD].reshape(len(served), -1)
+    if (payloads[:, :2] != payloads[0, :2]).any() or (rows != rows[:, :1]).any():
         return False
     return all(each == sent[0][1] for sent in tree_digests(payloads, served).values() for _, each in sent)
 

@@ -19,6 +19,7 @@ from lpr.config import InputError
 from lpr.dist.errors import CommError, MeshChangedError
 from lpr.dist.group import Group, leave_replica, limit_replica
 from lpr.dist.membership import Membership
+from lpr.dist.rendezvous import Evaluated
 
 _REPORT_BYTES = 512
 
@@ -38,6 +39,7 @@ class Comm:
 
     def __init__(self) -> None:
         self._group = Group()
+        self.evaluated = Evaluated()
 
     @property
     def rank(self) -> int:
@@ -147,7 +149,7 @@ class ProcessComm(Comm):
         """
         self.tp_rank, self.tp_size, self.tp_mesh, self.num_sharing = tp_rank, tp_size, tp_mesh, num_sharing
         self.membership = members if members.survives else None
-        self._members, self._timeout = members, timeout
+        self._members, self._timeout, self.evaluated = members, timeout, members.evaluated
         self._tp_group = tp_group if tp_group is not None else Group()
         self._group = Group()  # of this rank alone
         self._releases: list[weakref.WeakMethod[Callable[[], None]]] = []

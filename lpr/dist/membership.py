@@ -65,7 +65,7 @@ class Membership:
         """True until a newcomer is welcomed (`await_welcome`) by a mesh that may be running."""
         self._view = list(self.replicas)  # the replicas that the engine knows of
         self._rendezvous, self._heartbeat, self._connect, self._timeout = rendezvous, heartbeat, connect, timeout
-        self._is_loaded = False
+        self.evaluated, self._is_loaded = rendezvous.evaluated, False
         self._results = Results(rendezvous)
         self._num_recoveries = 0  # since the last collective that ended
         self._repeated = 0, 0
@@ -263,6 +263,7 @@ class Membership:
         return self._group
 
     def _find_loss(self) -> str | None:
+        self._rendezvous.check_rows()
         return self._rendezvous.loss(self.epoch, self.replicas)
 
     def _check_heartbeat(self) -> None:

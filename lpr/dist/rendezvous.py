@@ -21,7 +21,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from lpr.dist.errors import CommError, comm_errors
+from lpr.dist.errors import CommError, check_digests, comm_errors
 
 BEAT_EVERY = 1.0
 """Seconds between two heartbeats of a rank, and between two polls of a rank that waits for an announcement."""
@@ -40,6 +40,14 @@ class Member:
     @property
     def key(self) -> str:
         return f"{self.replica}.{self.tp_rank}"
+
+
+@dataclass
+class Evaluated:
+    """What a rank has evaluated, which is the same on all ranks of its replica after as many forwards."""
+
+    num_forwards: int = 0
+    digest: int = 0  # running, of the rows of all forwards; int32
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -127,6 +135,7 @@ class Rendezvous:
     def __init__(self, store: dist.Store, member: Member, tp_size: int = 1) -> None:
         """For `member` of a job whose replicas have `tp_size` ranks; `store` is this thread's own connection."""
         self.member, self.tp_size, self.store = member, tp_size, JobStore(store)
+        self.evaluated = Evaluated()
         self._announced = -1, 0  # an epoch, and the number of its next announcement
 
     def members(self, replicas: Sequence[int]) -> list[Member]:
@@ -178,6 +187,21 @@ class Rendezvous:
         """The digests that the first member of this tp rank has written; all members' must be equal."""
         found = self.store.propose(f"facts/{self.member.tp_rank}", msgspec.json.encode(mine))
         return msgspec.json.decode(found, type=dict[str, int])
+
+    def check_rows(self) -> None:
+        """While this rank waits: raise DesyncError if a rank of its replica that waits too has evaluated other rows.
+
+        On a GPU ranks that have replayed steps of other shapes wait in a layer for ever, and their gather never begins.
+        """
+        if self.tp_size == 1:
+            return
+        mine, digests = self.evaluated, dict[int, list[int]]()
+        self.store.set(f"rows/{self.member.key}", msgspec.json.encode((mine.num_forwards, mine.digest)))
+        for member in self.members([self.member.replica]):
+            count, digest = msgspec.json.decode(self.store.read(f"rows/{member.key}") or b"[-1,0]")
+            if count == mine.num_forwards:
+                digests[member.replica * self.tp_size + member.tp_rank] = [digest]
+        check_digests([*digests.values()], [*digests])
 
     def leave(self, epoch: int) -> None:
         """Tell the members of an epoch that this one has left it."""

@@ -171,6 +171,10 @@ def _meet(world: World, device: str | None, timeout: float, tp: int, load_timeou
         waits = (load_timeout, find_loss, load_timeout) if is_start else (timeout, find_loss)
         return group.connect(meeting, rank, size, where, *waits)
 
+    def find_loss_in_replica() -> str | None:
+        rendezvous.check_rows()
+        return rendezvous.dead_reason(member.replica)
+
     tp_group = tp_mesh = None
     if tp > 1:
         shared = dist.PrefixStore(f"replica/{member.replica}", connect_store(world, limit))
@@ -178,7 +182,7 @@ def _meet(world: World, device: str | None, timeout: float, tp: int, load_timeou
         # The tp ranks of a replica also compare host data, through gloo, without waiting for the GPU's stream.
         tp_group = group.connect(
             dist.PrefixStore("host", shared), member.tp_rank, tp, torch.device("cpu"), load_timeout,
-            lambda: rendezvous.dead_reason(member.replica), patience=load_timeout,
+            find_loss_in_replica, patience=load_timeout,
         )  # fmt: skip
     members = Membership(
         rendezvous, Heartbeat(lambda: Rendezvous(connect_store(world, limit), member, tp), _end_process), connect,

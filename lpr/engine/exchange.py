@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,15 +21,12 @@ from lpr.core.budgets import Budgets
 from lpr.core.digest import digest_of
 from lpr.core.heads import block_words
 from lpr.dist.comm import Comm
+from lpr.dist.errors import DesyncError, check_digests
 from lpr.model.exact.check import GemmRows
-from lpr.model.input_builder import Row
+from lpr.model.step_inputs import Row, Rows
 from lpr.model.transfer import copy_over, to_device
 from lpr.native import Concluded, StepDraft
-from lpr.protocol import MeshError, TokenLogprobs
-
-
-class DesyncError(MeshError):
-    """The replicated state differs between ranks; the message names the ranks that differ."""
+from lpr.protocol import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -56,6 +52,10 @@ class Gathered:
             check_digests(self.payloads[:, :2].tolist())
             for sent in wire.tree_digests(self.payloads, self.draft.served).values():
                 check_digests([digest for _, digest in sent], [rank for rank, _ in sent])
+            size = len(self.payloads) // len(self.draft.served)
+            for first in range(0, len(self.payloads), size):
+                rows = self.payloads[first : first + size, [wire.ROWS_WORD]]
+                check_digests(rows.tolist(), range(first, first + size))
             raise DesyncError(f"what the ranks have sent in a step does not fit together: {failure}") from failure
 
     @property
@@ -191,6 +191,8 @@ class Exchange:
         header, is_full = draft.header, local is not None and len(local) == len(draft) * self.capacity
         in_order = self.comm.size == 1 and (len(draft) == 1 or is_full)
         words = draft.placement if local is not None and not in_order else None
+        if self.comm.tp_size > 1:
+            header[wire.ROWS_WORD] = self.comm.evaluated.digest
         places: torch.Tensor | None = None
         if words is not None and payload.is_cuda:  # both in one copy
             sent = to_device(np.concatenate([words.reshape(-1).view(np.int32), header]), payload.device)
@@ -233,21 +235,30 @@ class Exchange:
             table[:, -wire.NUM_NODE_WORDS :].index_copy_(0, target, words.unsqueeze(-1).view(torch.int32))
 
 
-def check_replica(comm: Comm, rows: Sequence[Row]) -> Callable[[], None]:
-    """Start to compare the `rows` that the tp ranks of this replica are about to evaluate.
+def check_replica(comm: Comm, rows: Sequence[Row], at_once: bool = True) -> Callable[[], None]:
+    """Count the `rows` that the tp ranks of this replica are about to evaluate, and begin to compare them on the host.
 
     The returned function waits for the result and raises DesyncError if rows differ. Meanwhile the step is prepared.
+    Unless `at_once`, it also begins the comparison.
 
     Tensor-parallel ranks have a collective in every layer, before the step's gather compares digests. With unequal
-    shapes these would abort the process (gloo) or wait for the time-out (NCCL), and no error would name the rank.
+    shapes gloo would end the process. A captured step on a GPU does not wait for the host: its gather compares the
+    rows, and a rank that it keeps waiting, as other ranks have replayed another shape, looks for theirs in the store
+    (Rendezvous.check_rows).
     """
-    found = hashlib.blake2b(digest_size=8)
-    for row in rows:
-        found.update(np.array([row.slot, row.num_cached, len(row.tokens), row.num_results], np.int32).tobytes())
-        found.update(row.entries.tobytes())
-    payload = torch.from_numpy(np.frombuffer(found.digest(), np.int32).copy())
-    answers, first = comm.begin_gather_replica(payload), comm.rank * comm.tp_size
-    return lambda: check_digests(answers().tolist(), range(first, first + comm.tp_size))
+    step, found = Rows.of(rows), hashlib.blake2b(digest_size=4)
+    for words in (np.array(comm.evaluated.digest), step.slots, step.columns, step.entries):
+        found.update(np.ascontiguousarray(words))
+    comm.evaluated.num_forwards += 1
+    comm.evaluated.digest = int.from_bytes(found.digest(), "little", signed=True)
+    payload = torch.tensor([comm.evaluated.digest], dtype=torch.int32)
+    begun = comm.begin_gather_replica(payload) if at_once else None
+
+    def wait() -> None:
+        answers, first = begun or comm.begin_gather_replica(payload), comm.rank * comm.tp_size
+        check_digests(answers().tolist(), range(first, first + comm.tp_size))
+
+    return wait
 
 
 def common_gemm_rows(comm: Comm, gemm_rows: GemmRows | str) -> GemmRows | str:
@@ -282,21 +293,3 @@ def decide_as_first(comm: Comm, decisions: list[int], *seen: object) -> list[int
     found, first = comm.begin_gather_replica(payload)().tolist(), comm.rank * comm.tp_size
     check_digests([each[:1] for each in found], range(first, first + comm.tp_size))
     return list(found[0][1:])
-
-
-def check_digests(digests: Sequence[Sequence[int]], ranks: Sequence[int] | None = None) -> None:
-    """Raise DesyncError if the rows of `digests` are not all equal; it names the ranks that differ from the majority.
-
-    Row i belongs to world rank `ranks[i]`, default: rank i.
-    """
-    if digests.count(digests[0]) == len(digests):
-        return
-    rows = [tuple(row) for row in digests]
-    # On a tie, Counter returns the digest seen first: rank 0's.
-    agreed = Counter(rows).most_common(1)[0][0]
-    named = range(len(rows)) if ranks is None else ranks
-    others = [rank for rank, row in zip(named, rows, strict=True) if row != agreed]
-    raise DesyncError(
-        f"the replicated state of rank {', '.join(map(str, others))} differs from that of the other "
-        f"{len(rows) - len(others)} of {len(rows)} ranks: their drafts or tokens are not the same"
-    )

@@ -79,8 +79,9 @@ def prepare(
     shared = None
     if comm.tp_size > 1:
         part = vocabulary_head(loaded.model)
-        known = check_replica, common_gemm_rows, worst_of_replica, decide_as_first
-        shared = SharedWeights(*(partial(each, comm) for each in known), comm.tp_rank, comm.tp_size, part)
+        check_rows = partial(check_replica, comm, at_once=loaded.model.device.type == "cpu")
+        known = [partial(each, comm) for each in (common_gemm_rows, worst_of_replica, decide_as_first)]
+        shared = SharedWeights(check_rows, *known, comm.tp_rank, comm.tp_size, part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     comm.before_close(model.release)
     failure, costs, like, compiles = None, None, None, False

@@ -34,7 +34,7 @@ class EagerForward:
     ) -> None:
         """Evaluate on `cache`; `before_launch` is called when a step's inputs are made, before the device has work.
 
-        A replay on a GPU is launched first: the other ranks' answer comes while the device works.
+        A replay on a GPU does not call it: the step's gather compares the rows (lpr.engine.exchange.check_replica).
         """
         self.adapter = adapter
         self.sampler = sampler

@@ -214,15 +214,14 @@ class GraphForward(EagerForward):
         if captured is not None:
             self._kept_hidden, self.cache.states.evaluated = captured.hidden, captured.evaluated
         results = captured.replay() if captured is not None else self._run(shape)
-        self.before_launch()  # ranks that differ are named by the host, while their device may wait for ever
         self.num_computed += shape.num_computed
         length, states = shape.num_entries, self._kept_hidden
+        if shape.only_logits or states is not None:  # the host reads results before the gather compares the rows
+            self.before_launch()
         if states is not None:
             counts = [row.num_entries for row in rows]
             whole = states[length - sum(counts) :].split(counts) if shape.num_kept else states.split(length)
-            self.hidden = {
-                row.slot: part[len(part) - count :] for row, part, count in zip(rows, whole, counts, strict=False)
-            }
+            self.hidden = {row.slot: own[len(own) - row.num_entries :] for row, own in zip(rows, whole, strict=False)}
         if shape.num_kept:
             return results[: Rows.of(rows).num_results]
         results = results.view(shape.batch, length, -1)

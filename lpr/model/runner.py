@@ -50,7 +50,7 @@ class SharedWeights:
     """The collective operations of a tensor-parallel replica; the defaults are for a single rank."""
 
     check_rows: Callable[[Sequence[Row]], Callable[[], None]] = lambda rows: _nothing
-    """Called with the rows of every forward when they are known; the returned function is called before the launch."""
+    """Called with the rows of every forward when they are known; the returned function compares them on the host."""
     share_gemm_rows: ShareGemmRows = lambda found: found
     """Returns the exact-mode numbers of GEMM rows that hold on all ranks."""
     worst: Callable[[int], int] = lambda found: found  # returns the maximum of the argument over all ranks

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from lpr.dist import group, heartbeat, rendezvous
-from lpr.dist.errors import CommError
+from lpr.dist.errors import CommError, DesyncError
 from lpr.dist.places import DOOR, rank_environment
-from lpr.dist.rendezvous import Arrival, Decision, Member, Rendezvous
+from lpr.dist.rendezvous import Arrival, Decision, Evaluated, Member, Rendezvous
 from lpr.dist.supervisor import BACKOFF, Replica, Restarts, Supervisor, process_state
 from tests.fakes.elastic_world import hash_store
 from tests.fakes.paths import ROOT
@@ -81,6 +81,31 @@ def test_a_rank_of_a_replica_is_missed_like_all_of_it() -> None:
     pair = Rendezvous(store, Member(0, 1), tp_size=2)
     with pytest.raises(CommError, match="replica 0 takes part no more"):
         pair.meet(1, [0], Arrival(0), 0.1)  # its other rank does not come
+
+
+def test_ranks_that_wait_for_each_other_in_a_layer_name_the_one_with_other_rows() -> None:
+    """On a GPU nobody else does, if they have replayed steps of other shapes: their gather never begins."""
+    store = hash_store()
+    ranks = [Rendezvous(store, Member(1, tp_rank), tp_size=3) for tp_rank in range(3)]
+
+    def wait(rank: int) -> None:
+        fake: Any = FakeGroup(["Operation timed out!"])
+        looks = iter([lambda: None, lambda: "the test is over"])
+        find_loss = lambda: ranks[rank].check_rows() or next(looks)()  # type: ignore[func-returns-value]  # noqa: E731
+        group.ProcessGroup(fake, 0, 2, torch.device("cpu"), 60, find_loss).gather(torch.zeros(1, dtype=torch.int32))
+
+    for rank, (num_forwards, digest) in enumerate([(7, 40), (8, 50), (7, 40)]):
+        ranks[rank].evaluated = Evaluated(num_forwards, digest)
+    for rank in range(3):
+        with pytest.raises(CommError, match="the test is over"):  # one of them has not come as far
+            wait(rank)
+    ranks[1].evaluated = Evaluated(7, -50)
+    for rank in (1, 0, 2):
+        with pytest.raises(DesyncError, match="state of rank 4 differs from that of the other 2 of 3"):
+            wait(rank)
+    ranks[1].evaluated = Evaluated(7, 40)
+    with pytest.raises(CommError, match="the test is over"):
+        wait(1)
 
 
 def test_long_messages_come_in_pieces(members: list[Rendezvous]) -> None:

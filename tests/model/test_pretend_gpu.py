@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +15,9 @@ import lpr.model.moves
 import lpr.model.sampling.sampler
 import lpr.model.sampling.specification
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
+from lpr.dist.errors import DesyncError
 from lpr.dist.group import Download
-from lpr.engine.exchange import DesyncError
+from lpr.engine import prepare
 from lpr.model.graph_capture import CudaCapturer
 from lpr.model.graphs import GraphForward
 from lpr.model.host_pages import HostPages
@@ -42,7 +42,6 @@ from tests.fakes.pretend_gpu import (
     short_steps,
     to_gpu,
 )
-from tests.fakes.pretend_graphs import Graph
 from tests.fakes.pretend_streams import Event
 from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
@@ -475,38 +474,102 @@ def test_a_hook_that_captured_steps_would_not_call_is_refused(gpu: PretendGpu, m
         ids(engine, GREEDY)
 
 
+# Ranks that share weights.
+
+
+class Pair(ThreadComm):
+    """One of two ranks that share weights; each holds all of them. Counts their gathers on the host."""
+
+    num_sharing, tp_mesh = 1, object()  # type: ignore[assignment]
+    num_asked = 0
+
+    def begin_gather_replica(self, payload: torch.Tensor) -> Any:
+        self.num_asked += 1
+        return super().begin_gather_replica(payload)
+
+
+def as_pair(program: Callable[[Engine, Pair, PretendGpu], Any]) -> list[Any]:
+    """Run a program as two ranks of a replica, each with an engine on its GPU."""
+    model = tiny_model(num_hidden_layers=1)
+
+    def rank(comm: ThreadComm) -> Any:
+        with PretendGpu() as machine:
+            machine.memory = 60 << 30, 80 << 30
+            pair = Pair(comm.world, comm.tp_rank)
+            pair.num_sharing = 1
+            return program(Engine.from_model(to_gpu(copy.deepcopy(model)), decode=SMALL, comm=pair), pair, machine)
+
+    return run_ranks(ThreadWorld(2, tp=2), rank)
+
+
 @pytest.mark.parametrize("fault", [False, True])
-def test_ranks_of_a_replica_hear_of_each_other_while_the_device_works(
-    fault: bool, gpu: PretendGpu, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("quick_start", "gpu")
+def test_a_captured_step_of_ranks_that_share_weights_has_no_gather_on_the_host(
+    fault: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A captured step is launched before the answer; a capture waits for it. Ranks that differ are named in both."""
-    events: list[str] = []
-    replay, capture = Graph.replay, CudaCapturer.capture
-    monkeypatch.setattr(Graph, "replay", lambda self: (events.append("launch"), replay(self))[1])
-    monkeypatch.setattr(CudaCapturer, "capture", lambda *given: (events.append("capture"), capture(*given))[1])
-    if fault:  # the host waits first
+    """A capture has two, before it and behind it. The rows travel with the results."""
+    if fault:  # the host waits in every step
         monkeypatch.setattr(GraphForward, "_place", lambda self, *how, place=GraphForward._place: (
             place(self, *how), self.before_launch()))  # fmt: skip
 
-    def ask(rows: Any) -> Any:
-        events.append("ask")
+    def program(engine: Engine, pair: Pair, machine: PretendGpu) -> Any:
+        asked, captures = pair.num_asked, machine.num_captures
+        found = [each.token_ids for each in engine.generate(PROMPTS[:3], GREEDY[:3])]
+        return found, pair.num_asked - asked, machine.num_captures - captures, machine.num_replays
 
-        def answer() -> None:
-            events.append("answer")
-            if rows[0].num_cached == 40:
-                raise DesyncError("the replicated state of rank 1 differs")
+    (one, asked, captures, replays), other = as_pair(program)
+    assert one == other[0] and replays > 2 * captures > 0 and (asked == 2 * captures) != fault
 
-        return answer
 
-    runner = TreeModel(to_gpu(copy.deepcopy(model)), shared=SharedWeights(check_rows=ask))
+@pytest.mark.parametrize("is_compared", [True, False])
+@pytest.mark.usefixtures("quick_start", "gpu")
+def test_a_captured_step_of_other_rows_ends_both_ranks_before_its_commit(
+    is_compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the digest of the rows nobody notices: the first rank's results count."""
+    if not is_compared:
+        monkeypatch.setattr(prepare, "check_replica", lambda comm, rows, at_once: lambda: None)
+
+    def program(engine: Engine, pair: Pair, machine: PretendGpu) -> Any:
+        engine.generate(PROMPTS[:1], GREEDY[0])
+        evaluate = engine.replica.model.evaluate
+
+        def spoiled(rows: Any, *how: Any) -> torch.Tensor:
+            if pair.tp_rank and rows[0].num_cached > 20:
+                rows = [Row(each.slot, each.num_cached, (each.tokens + 1) % 97, *each.entries[1:], each.num_results)
+                        for each in rows]  # fmt: skip
+            return evaluate(rows, *how)
+
+        engine.replica.model.evaluate = spoiled  # type: ignore[method-assign]
+        request, known, asked, captures = engine.submit(PROMPTS[2], MIXED[2]), [], 0, 0
+        try:
+            while not engine.is_idle:
+                known, asked, captures = request.token_ids, pair.num_asked, machine.num_captures
+                engine.step()
+        except DesyncError as failure:
+            assert request.token_ids == known and (pair.num_asked, machine.num_captures) == (asked, captures)
+            return str(failure)
+        return len(request.token_ids)
+
+    named = "the replicated state of rank 1 differs from that of the other 1 of 2 ranks: "
+    named += "their drafts or tokens are not the same"
+    assert as_pair(program) == [named if is_compared else 16] * 2
+
+
+@pytest.mark.parametrize("reads", ["nothing", "logits", "states"])
+def test_results_that_the_host_reads_before_the_gather_wait_for_the_other_ranks(
+    reads: str, gpu: PretendGpu, model: PreTrainedModel
+) -> None:
+    """The host waits for logits that a processor reads, and for states of a head; other ranks may have other steps."""
+    events: list[str] = []
+    shared = SharedWeights(check_rows=lambda rows: (events.append("ask"), lambda: events.append("answer"))[1])
+    runner = TreeModel(to_gpu(copy.deepcopy(model)), shared=shared)
     runner.allocate(1, 96, 8, self_check(runner))
-    found = []
-    for cached in (0, 8, 40):
+    selection = Selection.build([])
+    selection.num_logprobs = 2 if reads == "logits" else None
+    if reads == "states":
+        runner.adapter.keep_hidden()
+    for expected in (["ask", "answer"], ["ask"] if reads == "nothing" else ["ask", "answer"]):
         events.clear()
-        row = Row.chain(0, cached, [3] * 8, 8)
-        with pytest.raises(DesyncError) if cached == 40 else contextlib.nullcontext():
-            runner.evaluate([row], Selection.build([]), 0)
-        found.append([*events])
-    first, *later = found
-    assert first[:3] == ["ask", "answer", "capture"]
-    assert (later == [["ask", "launch", "answer"]] * 2) != fault
+        runner.evaluate([Row.chain(0, 0, [3] * 8, 8)], selection, 0)
+        assert events == expected
