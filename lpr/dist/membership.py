@@ -32,7 +32,7 @@ from lpr.dist.rendezvous import MOST_BROADCASTS, Arrival, Decision, Rendezvous, 
 log = logging.getLogger(__name__)
 
 MOST_RECOVERIES = 20  # consecutive meshes without a completed collective after which a rank gives up
-WELCOME_POLL = 0.05  # seconds between two polls of a newcomer for its welcome
+WELCOME_POLL = 0.25  # seconds between two looks of a newcomer that waits for its welcome at its heartbeat
 
 Connect = Callable[[str, int, int, FindLoss, bool], Group]
 """Makes a group from: a name unique to its ranks, rank, size, a function that detects a loss, and True for a group of
@@ -94,6 +94,15 @@ class Membership:
     def newcomers(self) -> tuple[int, ...]:
         """Replicas that have loaded and wait to be taken in."""
         return tuple(each for each in self._heartbeat.newcomers if each not in self.replicas)
+
+    @property
+    def set_up(self) -> bytes:
+        """The driver's message to replicas that will join (lpr.engine.handover); empty without one."""
+        return self._rendezvous.store.read("set-up")
+
+    @set_up.setter
+    def set_up(self, message: bytes) -> None:
+        self._rendezvous.store.set("set-up", message)
 
     # Collectives.
 
@@ -237,9 +246,8 @@ class Membership:
         """
         self._rendezvous.mark_ready(serves)
         self._heartbeat.start()
-        while (epoch := self._rendezvous.welcomed()) is None:
+        while (epoch := self._rendezvous.await_welcome(WELCOME_POLL)) is None:
             self._check_heartbeat()
-            time.sleep(WELCOME_POLL)
         decision = self._rendezvous.decision(epoch)
         assert decision is not None
         self._leave_group()

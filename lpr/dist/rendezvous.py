@@ -259,6 +259,10 @@ class Rendezvous:
         found = self.store.read(f"welcome/{self.member.replica}")
         return int(found) if found else None
 
+    def await_welcome(self, seconds: float) -> int | None:
+        """As `welcomed`, as soon as it is; None after `seconds`."""
+        return self.welcomed() if self.store.wait(f"welcome/{self.member.replica}", seconds) else None
+
     def announce(self, epoch: int, num_bytes: int) -> None:
         """Announce a broadcast of `num_bytes` bytes to the members of an epoch."""
         number = self._next_announcement(epoch)

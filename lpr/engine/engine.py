@@ -73,7 +73,7 @@ class Engine(EngineBase):
         self.driver = Driver(self.replica, self.comm)
         self.model = self.replica.model
         membership = self.comm.membership
-        state = membership.await_welcome(self.comm.serves) if membership and membership.is_newcomer else None
+        state = handover.await_welcome(self.replica) if membership and membership.is_newcomer else None
         if state is not None:
             handover.resume(self.replica, state)
             return

@@ -14,7 +14,7 @@ import numpy as np
 
 from lpr.config import DecodeConfig, TreeSizes
 from lpr.core.step_times import StepTimes
-from lpr.dist.comm import Comm
+from lpr.dist.comm import Comm, is_driver
 from lpr.engine.commands import LoadAdapter
 from lpr.engine.kv_pool import PoolSize
 from lpr.engine.request import Request
@@ -84,8 +84,8 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
         return request
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicated state."""
+class SetUp(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides the cache and the captured steps of a replica."""
 
     decode: DecodeConfig
     sizes: TreeSizes
@@ -93,6 +93,33 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """The current step times (StepTimes.to_json); None if sizes are fixed."""
     follows: bool
     """True if measured steps update the step times."""
+    num_pages: int
+    num_host_pages: int
+
+    @classmethod
+    def of(cls, replica: Replica) -> SetUp:
+        times, limits = replica.sizer.times, replica.scheduler.limits
+        return cls(
+            decode=replica.decode,
+            sizes=replica.sizes,
+            times=None if times is None else times.to_json(),
+            follows=replica.start_times.follows,
+            num_pages=limits.num_pages,
+            num_host_pages=limits.num_host_pages,
+        )
+
+    def apply(self, replica: Replica) -> None:
+        """Set up a newcomer; raises InputError if there is no room. What a call before has made is kept if it fits."""
+        times = StepTimes.from_json(self.times) if self.times is not None else None
+        replica.start_times.times, replica.start_times.follows = times, self.follows
+        size = PoolSize(self.num_pages, 0, self.num_host_pages)
+        replica.set_up(self.decode, self.sizes, times, Comm(), given=size)  # a world of one: the others take no part
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicated state."""
+
+    set_up: SetUp
     is_draining: bool
     next_id: int
     history: bytes
@@ -112,21 +139,35 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """The clocks of the keys (lpr.sched.fair_shares)."""
     num_arrivals: int
     counts: CacheCounts
-    num_pages: int
-    num_host_pages: int
     now: float = 0.0
     """The clock of the scheduler's latency targets, if there are any."""
 
 
+def tell_newcomers(replica: Replica) -> None:
+    """On the driver: let replicas that join later know what to set up, before they are taken in."""
+    membership = replica.comm.membership
+    if membership is not None and is_driver(replica.comm):
+        membership.set_up = msgspec.msgpack.encode(SetUp.of(replica))
+
+
+def await_welcome(replica: Replica) -> bytes | None:
+    """As Membership.await_welcome, with the cache and the captured steps made before: the mesh does not wait for them.
+
+    A draft-only rank, which has another cache, makes it later.
+    """
+    membership = replica.comm.membership
+    assert membership is not None
+    if replica.comm.serves and (known := membership.set_up):
+        msgspec.msgpack.decode(known, type=SetUp).apply(replica)
+    return membership.await_welcome(replica.comm.serves)
+
+
 def state_of(replica: Replica) -> bytes:
     """The state of a replica, packed."""
-    scheduler, drafts, times = replica.scheduler, replica.drafts, replica.sizer.times
+    scheduler, drafts = replica.scheduler, replica.drafts
     targets = scheduler.limits.targets
     state = State(
-        decode=replica.decode,
-        sizes=replica.sizes,
-        times=None if times is None else times.to_json(),
-        follows=replica.start_times.follows,
+        set_up=SetUp.of(replica),
         is_draining=replica.is_draining,
         next_id=replica.requests.next_id,
         adapter_names=list(replica.adapters.names.values()),
@@ -139,8 +180,6 @@ def state_of(replica: Replica) -> bytes:
         shares=scheduler.waiting.shares.state,
         num_arrivals=scheduler.waiting.num_arrivals,
         counts=scheduler.counts,
-        num_pages=scheduler.limits.num_pages,
-        num_host_pages=scheduler.limits.num_host_pages,
         now=targets.now if targets is not None else 0.0,
     )
     return msgspec.msgpack.encode(state)
@@ -149,12 +188,9 @@ def state_of(replica: Replica) -> bytes:
 def resume(replica: Replica, data: bytes) -> None:
     """Restore a packed state on a newcomer without requests; raises InputError if there is no room for it."""
     state = msgspec.msgpack.decode(data, type=State)
-    times = StepTimes.from_json(state.times) if state.times is not None else None
-    replica.start_times.times, replica.start_times.follows = times, state.follows
     replica.is_draining, replica.requests.next_id = state.is_draining, state.next_id
     replica.adapters.resume(state.adapter_names, state.adapters)
-    size = PoolSize(state.num_pages, 0, state.num_host_pages)
-    replica.set_up(state.decode, state.sizes, times, Comm(), given=size)  # a world of one: the other ranks take no part
+    state.set_up.apply(replica)
     scheduler, drafts, requests = replica.scheduler, replica.drafts, replica.requests
     tenants = [(tenant, np.frombuffer(history, np.int32)) for tenant, history in state.tenants]
     drafts.restore(np.frombuffer(state.history, np.int32), tenants, state.read_to)

@@ -339,6 +339,7 @@ class Replica(StepHooks):
             times = self.start_times.find(self.model, self.like, *limits)
         sizes = tree_sizes(self.parts, decode, self.comm, times)
         self.set_up(decode, sizes, times, self.comm, keep_drafts)
+        handover.tell_newcomers(self)
 
     def _with_survivors(self, action: Callable[[], None]) -> None:
         """Run a collective action; if a rank is lost in it, the remaining ranks run it again."""

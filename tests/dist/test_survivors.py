@@ -17,6 +17,8 @@ from lpr import DecodeConfig, Engine, EngineOptions, InputError, SamplingParams
 from lpr.dist.comm import ProcessComm, is_driver
 from lpr.dist.errors import CommError
 from lpr.dist.rendezvous import Results
+from lpr.engine import handover
+from lpr.engine.replica import Replica
 from lpr.model.exact import check
 from tests.fakes.adapters import ATTENTION, merged, write_adapter
 from tests.fakes.elastic_world import ElasticWorld, Fault
@@ -227,6 +229,30 @@ def test_replicas_join_a_running_mesh(
     world.join()
     assert texts(job) == expected
     assert max(job.widths) == 4 if fault is None else max(job.widths) >= 3, job.widths
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_newcomer_has_its_cache_before_the_mesh_waits_for_it(
+    llama: PreTrainedModel, expected: list[list[int]], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it also captures its steps there: the first gather of the new mesh would wait for all of them."""
+    kept: list[bool] = []
+    resume = handover.resume
+
+    def noted(replica: Replica, data: bytes) -> None:
+        before = replica.model.cache
+        resume(replica, data)
+        kept.append(before is not None and replica.model.cache is before)
+
+    monkeypatch.setattr(handover, "resume", noted)
+    if not is_told:
+        monkeypatch.setattr(handover, "tell_newcomers", lambda replica: None)
+    job = JoinedJob(llama, DECODE)
+    world = job.world = ElasticWorld(2)
+    for replica in range(2):
+        world.start(replica, job)
+    world.join()
+    assert texts(job) == expected and kept == [is_told] * 2
 
 
 class AdaptedJob(JoinedJob):
