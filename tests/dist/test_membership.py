@@ -18,11 +18,16 @@ import pytest
 import torch
 
 from lpr.dist import group, heartbeat, rendezvous
+from lpr.dist.comm import ProcessComm
 from lpr.dist.errors import CommError, DesyncError
+from lpr.dist.membership import Membership
 from lpr.dist.places import DOOR, rank_environment
 from lpr.dist.rendezvous import Arrival, Decision, Evaluated, Member, Rendezvous
 from lpr.dist.supervisor import BACKOFF, Replica, Restarts, Supervisor, process_state
-from tests.fakes.elastic_world import hash_store
+from lpr.engine.exchange import check_replica
+from lpr.model.step_inputs import Row
+from lpr.protocol import MeshError
+from tests.fakes.elastic_world import DirectHeartbeat, hash_store
 from tests.fakes.paths import ROOT
 
 
@@ -106,6 +111,31 @@ def test_ranks_that_wait_for_each_other_in_a_layer_name_the_one_with_other_rows(
     ranks[1].evaluated = Evaluated(7, 40)
     with pytest.raises(CommError, match="the test is over"):
         wait(1)
+
+
+@pytest.mark.parametrize("survives", [False, True])
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_gather_that_does_not_begin_ends_by_the_rows_or_by_its_time_out(survives: bool, differ: bool) -> None:
+    """Both ranks of a replica have launched their steps, and no layer of them ends."""
+    store = hash_store()
+
+    def rank(tp_rank: int) -> Any:
+        rendezvous = Rendezvous(store, Member(0, tp_rank), 2)
+        fake: Any = FakeGroup(["Operation timed out!"])
+        connect = lambda name, rank, size, find_loss, is_start: group.ProcessGroup(  # noqa: E731
+            fake, rank, size, torch.device("cpu"), 1.0, find_loss
+        )
+        members = Membership(rendezvous, DirectHeartbeat(rendezvous), connect, 1, survives=survives)
+        comm = ProcessComm(members, tp_rank, 2)
+        check_replica(comm, [Row.chain(0, 4, [5, 6 + tp_rank * differ], 1)], at_once=False)
+        try:
+            comm.gather(torch.zeros(1, dtype=torch.int32))
+        except MeshError as failure:
+            return type(failure), str(failure).partition(" differs")[0]
+
+    named = DesyncError, "the replicated state of rank 1"
+    late = CommError, "another rank hangs: no answer for 1 s"
+    assert in_threads([lambda: rank(0), lambda: rank(1)]) == [named if differ else late] * 2
 
 
 def test_long_messages_come_in_pieces(members: list[Rendezvous]) -> None:
