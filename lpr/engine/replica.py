@@ -337,8 +337,7 @@ class Replica(StepHooks):
             longest = longest_sequence(self.loaded, decode) or DEFAULT_LENGTH
             limits = decode.max_nodes, min(longest, DEFAULT_LENGTH), decode.max_batch_size
             times = self.start_times.find(self.model, self.like, *limits)
-        sizes = tree_sizes(self.parts, decode, self.comm, times)
-        self.set_up(decode, sizes, times, self.comm, keep_drafts)
+        self.set_up(decode, tree_sizes(self.parts, decode, self.comm, times), times, self.comm, keep_drafts)
         handover.tell_newcomers(self)
 
     def _with_survivors(self, action: Callable[[], None]) -> None:

@@ -216,7 +216,7 @@ class GraphForward(EagerForward):
         results = captured.replay() if captured is not None else self._run(shape)
         self.num_computed += shape.num_computed
         length, states = shape.num_entries, self._kept_hidden
-        if shape.only_logits or states is not None:  # the host reads results before the gather compares the rows
+        if shape.only_logits:  # the host reads them before the gather compares the rows
             self.before_launch()
         if states is not None:
             counts = [row.num_entries for row in rows]

@@ -287,7 +287,10 @@ class TreeModel:
         """
         assert self.forward is not None
         self._answer[:] = [self._shared.check_rows(rows)]
-        return self.forward.evaluate(rows, selection, num_candidates)
+        results = self.forward.evaluate(rows, selection, num_candidates)
+        if self.guesser is not None or self.self_drafter is not None:  # the host reads results before the gather
+            _hear(self._answer)
+        return results
 
     def launch_next(self, rows: Rows, selection: Selection, results: torch.Tensor) -> torch.Tensor | None:
         """As GraphForward.launch_next."""

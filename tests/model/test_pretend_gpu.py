@@ -556,19 +556,19 @@ def test_a_captured_step_of_other_rows_ends_both_ranks_before_its_commit(
     assert as_pair(program) == [named if is_compared else 16] * 2
 
 
-@pytest.mark.parametrize("reads", ["nothing", "logits", "states"])
+@pytest.mark.parametrize("reads", ["nothing", "logits", "drafts"])
 def test_results_that_the_host_reads_before_the_gather_wait_for_the_other_ranks(
     reads: str, gpu: PretendGpu, model: PreTrainedModel
 ) -> None:
-    """The host waits for logits that a processor reads, and for states of a head; other ranks may have other steps."""
+    """The host waits for logits that it processes, and for results to draft from; other ranks may have other steps."""
     events: list[str] = []
     shared = SharedWeights(check_rows=lambda rows: (events.append("ask"), lambda: events.append("answer"))[1])
     runner = TreeModel(to_gpu(copy.deepcopy(model)), shared=shared)
     runner.allocate(1, 96, 8, self_check(runner))
     selection = Selection.build([])
     selection.num_logprobs = 2 if reads == "logits" else None
-    if reads == "states":
-        runner.adapter.keep_hidden()
+    if reads == "drafts":
+        runner.self_drafter = object()  # type: ignore[assignment]
     for expected in (["ask", "answer"], ["ask"] if reads == "nothing" else ["ask", "answer"]):
         events.clear()
         runner.evaluate([Row.chain(0, 0, [3] * 8, 8)], selection, 0)
