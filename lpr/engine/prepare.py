@@ -80,8 +80,9 @@ def prepare(
     if comm.tp_size > 1:
         part = vocabulary_head(loaded.model)
         check_rows = partial(check_replica, comm, at_once=loaded.model.device.type == "cpu")
-        known = [partial(each, comm) for each in (common_gemm_rows, worst_of_replica, decide_as_first)]
-        shared = SharedWeights(check_rows, *known, comm.tp_rank, comm.tp_size, part)
+        gemm_rows, worst = partial(common_gemm_rows, comm), partial(worst_of_replica, comm)
+        decide = partial(decide_as_first, comm)
+        shared = SharedWeights(check_rows, gemm_rows, worst, decide, comm.tp_rank, comm.tp_size, part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
     comm.before_close(model.release)
     failure, costs, like, compiles = None, None, None, False
