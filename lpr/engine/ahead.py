@@ -2,8 +2,8 @@
 
 Both draft after the path that the rank predicts to be accepted from its own results (lpr.engine.guesses), and the
 step's one gather carries their guesses. The copy reads the model's own K/V, so the rank first moves the path's entries
-to their places. If the owners' results give another path, which only rounding can cause, the rank computes the entries
-of that path again.
+to their places, and the copy's scratch states begin as the model's behind that path. If the owners' results give another
+path, which only rounding can cause, the rank computes the entries of that path again.
 """
 
 from __future__ import annotations
@@ -73,8 +73,12 @@ def look_ahead(
     moves = [
         (each.place, entry, place) for each, _ in endings for place, entry in enumerate(each.entries) if entry != place
     ]
-    assert model.cache is not None
-    model.cache.commit_moves(rows, np.array(moves, np.int64).reshape(-1, 3).T)
+    cache = model.cache
+    assert cache is not None
+    cache.commit_moves(rows, np.array(moves, np.int64).reshape(-1, 3).T)
+    if cache.has_states:
+        paths = [each.entries for each, _ in endings]
+        cache.states.advance([rows[each.place] for each, _ in endings], paths, into=cache.states.scratch)
     model.draft([ending for _, ending in endings])
     for each, ending in endings:
         blocks[each.place] = ending.draft.pack(each.end, each.bonus, num_guesses)

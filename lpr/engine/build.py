@@ -47,7 +47,7 @@ def tree_sizes(parts: Parts, decode: DecodeConfig, comm: Comm, times: StepTimes 
         # Automatic sizes rarely reach their limit, and each followed guess takes time.
         most = num_guesses(0 if decode.adaptive else sizes.trie_nodes)
         sizes, guesser.num_guesses = replace(sizes, num_guesses=most), most
-    if sizes.trie_nodes and may_draft_itself(parts.options, decode, parts.like, comm):
+    if sizes.trie_nodes and may_draft_itself(parts.options, decode, comm):
         sizes = replace(sizes, num_guesses=NUM_GUESSES)
     return sizes
 
@@ -80,7 +80,7 @@ def allocate(
     needs = PoolNeeds.of(model, like, decode, options, longest_sequence(parts.loaded, decode), num_ahead, comm)
     num_snapshots = SNAPSHOTS_PER_SLOT * decode.max_batch_size if options.prefix_reuse else 0
     if needs.free is not None:
-        places = decode.max_batch_size + num_snapshots
+        places = decode.max_batch_size * (1 if like.states.scratch is None else 2) + num_snapshots
         needs = replace(needs, free=max(0, needs.free - places * like.states.bytes_per_place))
     size = common_size(needs, met) if given is None else given_size(needs, given.num_pages)
     num_slots = min(decode.max_batch_size, size.num_pages)
@@ -91,6 +91,7 @@ def allocate(
     pages = num_slots, size.num_pages
     if not comm.serves:  # own pages, with slots for all requests (lpr.engine.draft_rank)
         pages = limits.capacity, max(needs.num_pages(), size.max_length // needs.page_size + 1)
+        num_snapshots = limits.capacity  # the marks of lpr.engine.line_states
     model.allocate(pages[0], size.max_length, num_ahead, like, pages[1], num_snapshots)
     if given is not None:
         limits.num_host_pages = given.num_host_pages

@@ -26,6 +26,7 @@ from lpr.core.passes import size_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm
 from lpr.engine.exchange import Gathered, decide_as_first, worst_of_replica
+from lpr.engine.line_states import LineStates
 from lpr.engine.plan import StepPlan
 from lpr.engine.request import Request
 from lpr.model.runner import TreeModel
@@ -63,6 +64,12 @@ class Line:
     """Has the text behind the request's tokens."""
     num_observed: int = 0
     """Tokens that `text` has."""
+    states: LineStates | None = None
+    """Those of recurrent layers, if the model has any."""
+    way: tuple[HeadDraft, int, int] = field(default_factory=lambda: (HeadDraft(), 0, -1))
+    """The part of `known` that this rank extends in this step, the guess to go on from, and Ending.turn."""
+    chain: list[int] = field(default_factory=list)
+    """The tokens up to that guess, and behind it those that this step has drafted."""
 
     def text_of(self, request: Request, sizes: TreeSizes) -> Drafter:
         """`text` with all tokens of the request, which has this line."""
@@ -71,6 +78,19 @@ class Line:
         self.text.observe(request.tokens[self.num_observed :])
         self.num_observed = len(request.tokens)
         return self.text
+
+    def follow(self, place: int) -> None:
+        """Choose what the draft rank number `place` extends."""
+        guess, turn = followed(self.known, place)
+        draft, guess = along(self.known, guess)
+        self.way, self.chain = (draft, guess, turn), [draft.tokens[each] for each in draft.path_to(guess)]
+
+    def start(self, tokens: Sequence[int]) -> int:
+        """The number of leading tokens, of the request's and the chain, behind which a pass can begin."""
+        num_held, above = self.num_held(tokens, self.chain), len(tokens) - 1
+        if self.states is None:
+            return num_held
+        return self.states.go_to(min(num_held, above + len(self.chain)), min(self.num_right, above))
 
     def num_held(self, tokens: Sequence[int], chain: Sequence[int] = ()) -> int:
         """How many leading ones of a request's tokens and a chain behind them have K/V."""
@@ -89,7 +109,10 @@ class DraftRank:
         """The ranks of `comm` that only draft, seen from one of them; `model` has a copy and an empty cache."""
         assert model.cache is not None
         self.model, self.comm = model, comm
-        self._lines = [Line(slot) for slot in range(model.cache.num_slots)]
+        states, count = model.cache.states, model.cache.num_slots
+        self._lines = [Line(slot) for slot in range(count)]
+        for line in self._lines if model.cache.has_states else ():
+            line.states = LineStates(states, line.slot, count + line.slot)
         self._free = list(range(-worst_of_replica(comm, -model.cache.num_pages)))[::-1]
         self._step = self._last_try = 0
         self._kind = (0, 0)
@@ -122,16 +145,24 @@ class DraftRank:
         running = {each.id for each in requests}
         found = [(each, self._line_of(each, running)) for each in requests]
         lines = [(request, line) for request, line in found if line is not None]
+        for _, line in lines:
+            line.follow(self.comm.drafting.index(self.comm.rank))
         limit = began + self._expected_ms(plan, lines, times) / 1e3
         self._fill(lines, (began + limit) / 2, running)
         endings = [(line, self._ending(request, line, running, plan.sizes)) for request, line in lines]
         active = [(line, each) for line, each in endings if each is not None and each.is_open]
         if active and self._begins([each for _, each in active], (limit - began) * 1e3):
+            for line, ending in active:
+                if line.states is not None:
+                    line.states.begin(ending.num_right)
             self._pass([each for _, each in active], began, limit)
             for (request, line), (_, ending) in zip(lines, endings, strict=True):
-                if ending is not None and not ending.before:
+                if ending is not None and ending.num_kept:
                     line.held[line.num_right :] = [*request.tokens[line.num_right :], *ending.chain][:-1]
                     line.known = ending.draft
+            for line, ending in active:
+                if line.states is not None:
+                    line.states.end(len(line.held) if ending.num_kept else 0, not ending.num_right)
         self._fill(lines, limit, running, least=0)
         drafts = {request.id: line.known for request, line in lines if line.num_tokens == len(request.tokens)}
         for block, request in zip(blocks, plan.decoding, strict=True):
@@ -201,7 +232,7 @@ class DraftRank:
         assert cache is not None
         for request, line in lines:
             above = len(request.tokens) - 1
-            num_held = line.num_held(request.tokens)
+            num_held = line.start(request.tokens)
             while above - num_held > SHORT and self._reserve(line, above + NUM_ROWS, running):
                 room = (until - time.perf_counter()) * 1e3
                 most = min(2 * self._piece, LARGEST_PIECE)
@@ -210,23 +241,24 @@ class DraftRank:
                 if count < 1:
                     return
                 began = time.perf_counter()
+                if line.states is not None:
+                    line.states.tip = 0
                 self.drafter.fill(Row.chain(line.slot, num_held, request.tokens[num_held : num_held + count], 0), cache)
                 self._piece, self._token_ms = max(count, SHORT), (time.perf_counter() - began) * 1e3 / count
                 line.held[num_held:] = request.tokens[num_held : num_held + count]
                 num_held, line.num_right = num_held + count, num_held + count
+                if line.states is not None:
+                    line.states.tip = num_held
                 if self._agreed(not is_fixed and time.perf_counter() >= until):
                     return
 
     def _ending(self, request: Request, line: Line, running: set[RequestId], sizes: TreeSizes) -> Ending | None:
         """The end of what this rank follows of a request; None if it lacks too much of the request's K/V."""
-        ends, mine = request.text_stream.stop_ids, self.comm.drafting.index(self.comm.rank)
-        guess, turn = followed(line.known, mine)
-        draft, guess = along(line.known, guess)
-        chain = [draft.tokens[each] for each in draft.path_to(guess)]
-        num_held, above = line.num_held(request.tokens, chain), len(request.tokens) - 1 + len(chain)
+        ends, chain, (draft, guess, turn) = request.text_stream.stop_ids, line.chain, line.way
+        num_held, above = line.start(request.tokens), len(request.tokens) - 1 + len(chain)
         if above - num_held > SHORT + len(chain) or not self._reserve(line, above + NUM_ROWS, running):
             return None
-        del line.held[num_held:]
+        del line.held[line.num_held(request.tokens, chain) :]
         num_held = min(num_held, above)  # the last one is evaluated for its choice
         processors = pure(request.processors)
         return Ending(
@@ -239,6 +271,7 @@ class DraftRank:
             draft=draft,
             chain=chain,
             before=[*request.tokens[num_held:], *chain[max(0, num_held - len(request.tokens)) :]][:-1],
+            num_right=max(0, len(request.tokens) - 1 - num_held) if line.states is not None else 0,
             turn=turn,
             parent=guess,
         )

@@ -110,8 +110,6 @@ def prepare(
         if has_head:
             assert loaded.head is not None
             _use_head(model, loaded.head, like, setting)
-        if comm.num_drafting and (why := why_no_copy(like)) is not None:
-            raise InputError(f"draft_ranks={options.draft_ranks}: {why}")
         if not comm.serves or (options.self_draft != "off" and not comm.num_drafting):
             _use_copy(model, options, like, comm, decode.max_batch_size)
         model.sampler.check_part(model.adapter)
@@ -211,18 +209,11 @@ def why_no_fp8(model: TreeModel) -> str | None:
     return None
 
 
-def why_no_copy(like: KVCache) -> str | None:
-    """The reason why a low-bit copy cannot draft, the same on all ranks; None if it can."""
-    return "its recurrent layers keep states that a pass would change" if like.has_states else None
-
-
-def may_draft_itself(options: EngineOptions, decode: DecodeConfig, like: KVCache, comm: Comm) -> bool:
+def may_draft_itself(options: EngineOptions, decode: DecodeConfig, comm: Comm) -> bool:
     """True if ranks of the mesh may draft with a low-bit copy; the same on all ranks."""
     if comm.num_drafting:
         return True
-    if options.self_draft == "off" or why_no_copy(like) is not None:
-        return False
-    return options.self_draft != "auto" or decode.adaptive
+    return options.self_draft != "off" and (options.self_draft != "auto" or decode.adaptive)
 
 
 def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Comm, max_batch_size: int) -> None:
@@ -230,7 +221,7 @@ def _use_copy(model: TreeModel, options: EngineOptions, like: KVCache, comm: Com
     named = "int8" if options.self_draft == "off" else options.self_draft  # "off": a draft-only rank
     form = _auto_form(model) if named == "auto" else named
     is_wanted = options.self_draft != "auto" or comm.num_drafting > 0
-    why, began = why_no_copy(like) or why_no_copy_in(model.model, form), time.perf_counter()
+    why, began = why_no_copy_in(model.model, form), time.perf_counter()
     try:
         if why is None and model.worst_of_replica(int(not is_wanted and not _has_room(model, comm))):
             why = "there is no memory for a copy"

@@ -9,7 +9,7 @@ committed tokens whose K/V the rank lacks, of any length from 1.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,9 +67,12 @@ def decode_step(
     concluded, moves = gathered.conclude(budgets)
     if plan.drafting is not None:
         plan.drafting.follow(plan, gathered, concluded)
-    commit(model, rows, draft.mine, concluded, moves, ahead, draft.rank)
+    again = commit(model, rows, draft.mine, concluded, moves, ahead, draft.rank)
     if model.cache is not None and model.cache.has_states:
-        advance_states(model, rows, [(plan.decoding[i], concluded[i]) for i in draft.mine], fills, draft.rank)
+        found = [(plan.decoding[i], concluded[i]) for i in draft.mine]
+        advance_states(model, rows, found, fills, again, draft.rank)
+    elif again:
+        model.fill([*again.values()])
     for request, counts in plan.filling:
         count_filled(request, counts)
     outcomes = Outcomes(concluded, draft.num_entries, gathered.logprobs(concluded), plan.batch.one_by_one)
@@ -150,11 +153,11 @@ def commit(
     moves: np.ndarray,
     ahead: Ahead,
     rank: int,
-) -> None:
+) -> dict[int, Row]:
     """Keep the K/V of each row's pending chain and of its part of the accepted path; none of a row with NaN.
 
     `mine` are the sequences of the rows. `moves` are int64 [3, n] (StepDraft.conclude): row, source entry and target
-    entry.
+    entry. Returns, by the place of its row, what must be computed again: a path whose entries `ahead` has overwritten.
     """
     cache = model.cache
     assert cache is not None
@@ -163,10 +166,12 @@ def commit(
             if concluded[index].has_nan:
                 cache.clear_entries(row)
     cache.commit_moves(rows, ahead.left(moves))
+    again = dict[int, Row]()
     for place, moved in ahead.moved.items():
-        kept = accepted_entries(rows[place], concluded[mine[place]], rank)
+        kept = accepted_entries(row := rows[place], concluded[mine[place]], rank)
         if kept != moved[: len(kept)]:
-            model.fill([Row.chain(rows[place].slot, rows[place].num_cached, rows[place].tokens[kept].tolist(), 0)])
+            again[place] = Row.chain(row.slot, row.num_cached, row.tokens[kept].tolist(), 0)
+    return again
 
 
 def advance_states(
@@ -174,18 +179,26 @@ def advance_states(
     rows: Sequence[Row],
     concluded: Sequence[tuple[Request, Conclusion]],
     fills: Sequence[Row],
+    again: Mapping[int, Row],
     rank: int,
 ) -> None:
     """Advance the states of recurrent layers by the accepted entries of `rows`, and by all entries of `fills`.
 
-    If the rank that owns the root met NaN, the root is excluded: it is evaluated again.
+    Those of `rows` at places of `again` advance when the entries given there are computed. If the rank that owns the
+    root met NaN, the root is excluded: it is evaluated again.
     """
     assert model.cache is not None
+    states = model.cache.states
     kept = [
         accepted_entries(row, each, rank)[: request.running.num_computed_tokens[rank] - row.num_cached]
         for row, (request, each) in zip(rows, concluded, strict=True)
     ]
-    model.cache.states.advance([*rows, *fills], [*kept, *(range(row.num_entries) for row in fills)])
+    counts = {place: len(kept[place]) for place in again}
+    accepted = [() if place in again else entries for place, entries in enumerate(kept)]
+    states.advance([*rows, *fills], [*accepted, *(range(row.num_entries) for row in fills)])
+    for place, row in again.items():  # these forwards replace the contributions of the last one
+        model.fill([row])
+        states.advance([row], [range(counts[place])])
 
 
 def accepted_entries(row: Row, concluded: Conclusion, rank: int) -> list[int]:

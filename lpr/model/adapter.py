@@ -147,7 +147,8 @@ class Adapter:
 
     def bind(self, inputs: StepInputs, cache: KVCache) -> None:
         """Set the fields of `inputs` that attention reads, before a forward."""
-        inputs.layer_rules, inputs.gemm_rows, inputs.cache = self.layer_rules, self.gemm_rows, cache
+        inputs.layer_rules, inputs.gemm_rows = self.layer_rules, self.gemm_rows
+        inputs.cache, inputs.states = cache, cache.states
         if cache.adapters is not None and inputs.rows:
             inputs.adapters = cache.adapters.of_step(inputs)
 
@@ -167,6 +168,7 @@ class Adapter:
         self.bind(inputs, cache)
         if model is not None:
             inputs.adapters = None  # a copy drafts without adapters
+            inputs.states = cache.states.scratch or cache.states
         given: dict[str, Any] = {"input_ids": inputs.tokens, "use_cache": True, "logits_to_keep": inputs.logits_to_keep}
         given |= passed(cache, self.model)
         if self.accepts_positions:

@@ -101,7 +101,7 @@ class KVCache(StatesInCache, Cache):
         `num_snapshots` are places for recurrent states besides those of slots.
         """
         made = KVCache(num_slots, rows_per_slot, num_pages, self.page_size)
-        made.states, made.in_fp8 = self.states.resized(num_slots + num_snapshots), self.in_fp8
+        made.states, made.in_fp8 = self.states.resized(num_slots, num_snapshots), self.in_fp8
         made._fixed = set(self._fixed)
         groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for layer, pair in self.layer_tensors.items():
@@ -355,7 +355,7 @@ class KVCache(StatesInCache, Cache):
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole cache."""
-        return self.bytes_per_token * self.num_rows + self.states.bytes_per_place * self.states.num_places
+        return self.bytes_per_token * self.num_rows + self.states.num_bytes
 
     def commit_moves(self, rows: Sequence[Row], moves: np.ndarray) -> None:
         """Move entries of a step's rows, int64 [3, n]: row, entry, and the entry in whose place it belongs."""

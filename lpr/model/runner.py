@@ -159,6 +159,8 @@ class TreeModel:
             raise InputError("another rank of this replica could not make a copy")
         if self._shared.tp_size == 1:  # in one call a rank would decide by its own clock
             drafter.go_direct(like)
+        if like.has_states:
+            like.states.scratch = like.states.resized(like.num_slots)
         try:
             drafter.measure(like, max_batch_size, self._strategy)
         finally:

@@ -5,6 +5,9 @@ behind them. The next step writes over these: it evaluates the last committed to
 model itself, and only what it evaluates is ever committed. The copy chooses as the model does, with the noise,
 penalties, processors and grammar of the request at each position; so it seldom chooses another token. Where the text
 has a likely continuation a pass evaluates that too, and drafts as much of it as the copy would choose.
+
+Recurrent layers have one state of a sequence instead of rows. A pass reads scratch states, which begin as the model's
+own at the end of the sequence and advance by what each pass has evaluated of the draft; the model's stay as they are.
 """
 
 from __future__ import annotations
@@ -97,6 +100,10 @@ class Ending:
     """This sequence's part of the time of the passes that were made."""
     before: list[int] = field(default_factory=list)
     """Tokens in front of the last one whose K/V the next pass computes, too."""
+    num_right: int = 0
+    """Leading ones of the next pass behind which the slot's own states are wanted (lpr.engine.line_states)."""
+    num_kept: int = 0
+    """Leading entries of the last pass that are tokens of the chain or before it; 0 if it has failed."""
     turn: int = -1
     """Places with a likely runner-up at which the copy's choice is followed before the runner-up is; -1: at all."""
     parent: int = 0
@@ -286,9 +293,13 @@ class SelfDrafter:
 
     @torch.no_grad()
     def fill(self, row: Row, cache: KVCache) -> None:
-        """Compute the copy's own K/V of a row's entries; nothing is chosen."""
+        """Compute the copy's own K/V of a row's entries, and advance its states by them; nothing is chosen."""
         self._expect(row.tokens.tolist())
+        if (scratch := cache.states.scratch) is not None:
+            scratch.splits = True
         self.adapter.forward(self.adapter.step_inputs([row], cache), cache, model=self.copy)
+        if scratch is not None:
+            scratch.advance([row], [range(row.num_entries)])
 
     @torch.no_grad()
     def draft(
@@ -303,21 +314,13 @@ class SelfDrafter:
             began = time.perf_counter()
             for each in active:
                 self._expect([*each.before, *each.text])
-            rows = [each.row() for each in active]
-            positions = [each.positions() for each in active]
-            of_all = any([each.processors is not None for each in active])  # which may ask for any token
-            asked = [(each.params, mine) for each, mine in zip(active, positions, strict=True)]
-            found = self.graphs.choices(self.copy, rows, asked) if self.graphs is not None and not of_all else None
-            chosen, tokens, odds = found or self._choose(self._logits(rows, cache, of_all), active, positions)
-            start, going = 0, []
-            for each, row in zip(active, rows, strict=True):
-                mine = slice(start, start + row.num_results)
-                start += row.num_results
-                if self._take(each, chosen[mine], tokens[mine], odds[mine], cache):
-                    going.append(each)
+            num_entries = sum([len(each.before) + 1 + len(each.text) for each in active])
+            one_by_one = cache.has_states and not self.adapter.packed
+            groups = [[each] for each in active] if one_by_one else [active]
+            going = [each for group in groups for each in self._pass(group, cache)]
             num_made += 1
             took = time.perf_counter() - began - (self.graphs.lost if self.graphs is not None else 0.0)
-            made.append((active, sum([row.num_entries for row in rows]), took * 1e3))
+            made.append((active, num_entries, took * 1e3))
             active = going if (pays or self._pays)(going, num_made) else []
         times = self._agreed([ms for *_, ms in made], [each.chain for each in endings])
         for (begun, num_entries, _), ms in zip(made, times, strict=True):
@@ -326,6 +329,30 @@ class SelfDrafter:
     def _agreed(self, times: Sequence[float], *seen: object) -> list[float]:
         """The first rank's milliseconds."""
         return [each / 1e3 for each in self._decide([round(ms * 1e3) for ms in times], *seen)]
+
+    def _pass(self, active: Sequence[Ending], cache: KVCache) -> list[Ending]:
+        """Add the choices of one pass to each draft; returns those that may go on."""
+        rows = [each.row() for each in active]
+        positions = [each.positions() for each in active]
+        of_all = any([each.processors is not None for each in active])  # which may ask for any token
+        if (scratch := cache.states.scratch) is not None:
+            scratch.splits = not any([each.num_right for each in active])
+        asked = [(each.params, mine) for each, mine in zip(active, positions, strict=True)]
+        found = self.graphs.choices(self.copy, rows, asked) if self.graphs is not None and not of_all else None
+        chosen, tokens, odds = found or self._choose(self._logits(rows, cache, of_all), active, positions)
+        start, going = 0, []
+        for each, row in zip(active, rows, strict=True):
+            mine = slice(start, start + row.num_results)
+            start += row.num_results
+            if self._take(each, chosen[mine], tokens[mine], odds[mine], cache):
+                going.append(each)
+        if scratch is not None:
+            right = [range(min(each.num_right, each.num_kept)) for each in active]
+            scratch.advance(rows, right, into=cache.states)
+            scratch.advance(rows, [range(each.num_kept) for each in active])
+            for each, count in zip(active, right, strict=True):
+                each.num_right -= len(count)
+        return going
 
     def _draft_alone(self, direct: Direct, each: Ending, cache: KVCache) -> None:
         """Draft for one sequence, all passes in one call."""
@@ -347,12 +374,13 @@ class SelfDrafter:
         self, each: Ending, chosen: list[int], tokens: list[list[int]], odds: list[list[float]], cache: KVCache
     ) -> bool:
         """Append the choices of a pass to a draft; False if no further token may follow."""
-        row = each.row()
+        row, num_before = each.row(), len(each.before) - len(each.chain)
         self.passes.text.count(each.text_shares, each.text, chosen)
         if not each.take(chosen, tokens, odds):
             cache.clear_entries(row)  # no row of a page may hold NaN
+            each.num_kept = 0
             return False
-        each.before = []
+        each.before, each.num_kept = [], num_before + len(each.chain)
         return each.is_open
 
     def _count(self, active: Sequence[Ending], num_entries: int, ms: float) -> None:

@@ -189,6 +189,7 @@ class StepInputs:
     hidden: torch.Tensor | None = None
     """Last hidden states [R, N, H], after the final norm; set by the forward if there is a prediction head."""
     cache: Any = None  # the KVCache of the forward; set by the adapter, as `layer_rules` are
+    states: Any = None  # the States that recurrent layers read: the cache's, or for a low-bit copy its scratch states
     layer_rules: dict[int | None, Any] = field(default_factory=dict)
     """Per window or chunk size, the LayerRule (lpr.model.attention.layer_rules) found by earlier steps."""
     made_of_masks: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)

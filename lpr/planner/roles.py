@@ -21,6 +21,7 @@ from lpr.planner.prediction import Inputs, Setting, lp_seconds, tp_seconds
 
 COUNTS = range(LONGEST + 1)  # drafted tokens of a step
 NUM_STEPS = 5_000
+STATE_ACCESSES = 3  # a pass reads its recurrent states, and reads and writes them to advance
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def _pass(setting: Setting, tp: int, form: Form, inputs: Inputs) -> float:
     """Seconds of a pass of one token: what it reads, its collectives, and the host's work for one token."""
     facts, element_size = setting.facts, setting.element_size
     num_bytes = copy_bytes(facts, form) / tp + setting.kv * kv_token_bytes(facts, tp, element_size)
+    num_bytes += STATE_ACCESSES * facts.state_bytes(element_size, tp)
     reading = num_bytes / (setting.machine.gpu.bandwidth * inputs.bandwidth_fraction)
     host = setting.measured.host_seconds(setting.temperature or 0.0, 1.0) * inputs.host
     return reading + tp_seconds(facts, tp, element_size, 1.0, setting.machine, inputs) + host
@@ -150,7 +152,7 @@ class Compared:
 
 def compare(setting: Setting, num_gpus: int, values: Mapping[str, Any]) -> list[Compared]:
     """Every division with every form of a copy, the fastest first; empty for models without a copy."""
-    if setting.facts.states or setting.facts.low_bit is not None:
+    if setting.facts.low_bit is not None:
         return []
     memory, found = setting.machine.gpu.memory, list[Compared]()
     for form in FORMS:

@@ -26,7 +26,6 @@ from lpr.drop_in.lookahead import EngineCache
 from lpr.engine.ahead import Ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.guesses import Followed, follow_all
-from lpr.engine.prepare import why_no_copy
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.kv_cache import KVCache
 from lpr.model.low_bit import direct
@@ -464,4 +463,3 @@ def test_a_rank_that_took_another_path_computes_the_accepted_one() -> None:
 
 def test_drafts_of_processors_that_keep_a_state_are_left_out() -> None:
     assert pure(None) is None
-    assert why_no_copy(plain().replica.like) is None

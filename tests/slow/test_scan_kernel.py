@@ -52,12 +52,12 @@ def test_exact_linear_attention_has_the_bits_of_single_entries() -> None:
     single, ended = state.clone(), [state.clone(), state.clone()]
     outputs = [walked(parents, inputs, each, trunk) for each, trunk in zip(ended, (0, 2), strict=True)]
     assert torch.equal(outputs[0][0], outputs[1][0])
-    for _, advance in outputs:
-        advance(last)
+    for (_, advance), each in zip(outputs, ended, strict=True):
+        advance(last, each)
     for entry in [*range(33), 34, 36, 38]:
         out, advance = walked([-1], [each[:, entry : entry + 1] for each in inputs], single)
         assert torch.equal(out[0, 0], outputs[0][0][0, entry])
-        advance(torch.zeros(1, dtype=torch.int32, device=DEVICE))
+        advance(torch.zeros(1, dtype=torch.int32, device=DEVICE), single)
     assert torch.equal(ended[0], single) and torch.equal(ended[1], single)
 
 

@@ -38,8 +38,9 @@ MAX_KEYS = 256  # largest size of a key of linear attention, and of a place's st
 
 Make = Callable[[str, Sequence[int], torch.dtype], Tensor]
 """Returns memory by name and shape: newly allocated, or the same in every step for captured graphs."""
-Advance = Callable[[Tensor], None]
-"""Advances the states along the path to an entry of each row, int32 [B]; -1: no change."""
+Advance = Callable[[Tensor, Tensor], None]
+"""Advances states, of which the second argument has those before the step, along the path to an entry of each row,
+int32 [B]; -1: no change."""
 
 Sizes = dict[str, int]  # constants of a launch
 
@@ -142,7 +143,7 @@ def linear_scan(
                 num_warps=4,
             )  # fmt: skip
 
-        def advance_exactly(last: Tensor) -> None:
+        def advance_exactly(last: Tensor, states: Tensor) -> None:
             with device_of(states):
                 advance_walk[(num_tiles, num_heads, batch)](
                     *kept, states, places.mask.bits, *places.lengths, places.first, last, num_tokens, num_words,
@@ -157,7 +158,7 @@ def linear_scan(
             *steps, **sizes, **flags, num_warps=4,
         )  # fmt: skip
 
-    def advance(last: Tensor) -> None:
+    def advance(last: Tensor, states: Tensor) -> None:
         with device_of(states):
             advance_scan[(num_tiles * -(-dim // of_advance["BLOCK_K"]), num_heads, batch)](
                 *kept, states, places.mask.bits, *places.lengths, places.trunk, last, num_tokens, num_words,
@@ -196,7 +197,7 @@ def convolve(
             BLOCK_T=block_t, BLOCK_C=block_c, HAS_BIAS=bias is not None, SILU=silu, num_warps=4,
         )  # fmt: skip
 
-    def advance(last: Tensor) -> None:
+    def advance(last: Tensor, states: Tensor) -> None:
         with device_of(states):
             advance_convolution[(grid[1], batch)](
                 kept, states, places.parents, places.mask.num_cached, places.slots, first, last, num_tokens, num_kept,
@@ -254,7 +255,7 @@ def selective_scan(
             *kept, num_tokens, places.num_kept, *strides, **sizes, **flags, SOFTPLUS=softplus, num_warps=4,
         )  # fmt: skip
 
-    def advance(last: Tensor) -> None:
+    def advance(last: Tensor, states: Tensor) -> None:
         bits = places.mask.bits
         with device_of(states):
             advance_selective[grid](

@@ -27,7 +27,7 @@ def _convolve(layer: nn.Conv1d, stock: Callable[..., Tensor], padded: Tensor) ->
     if step is None:
         return stock(padded)
     x, weight = padded[..., padded.shape[2] - step.tokens.shape[1] :], layer.weight.squeeze(1)
-    return step.cache.states.convolve(x, weight, layer.bias, lambda found: found, layer.dilation[0])
+    return step.states.convolve(x, weight, layer.bias, lambda found: found, layer.dilation[0])
 
 
 def _embed(layer: Any, stock: Callable[..., Tensor], input_ids: Tensor, cache: Any) -> Tensor:
@@ -35,7 +35,7 @@ def _embed(layer: Any, stock: Callable[..., Tensor], input_ids: Tensor, cache: A
     step = current_step()
     if step is None:
         return stock(input_ids, cache)
-    states, size, end = step.cache.states, layer.ngram_size, layer.eos_token_id
+    states, size, end = step.states, layer.ngram_size, layer.eos_token_id
     states.begin_convolution(layer.layer_idx, 2)
     known = states.windows(input_ids.long()[:, None] + 1, size)[:, 0].flip(2)  # an entry's own token first
     tokens = torch.where(known == 0, end, known - 1)

@@ -28,6 +28,7 @@ class Layout:
     start: int  # place of the first entry among the N of the step's inputs
     width: int  # T
     device: torch.device
+    splits: bool = True
     kept: dict[Site, tuple[Tensor, Written | None]] = field(default_factory=dict)
     """Per site, the states after the chains, and the contributions of the trees."""
 
@@ -37,10 +38,10 @@ class Layout:
 
     @cached_property
     def split(self) -> int:
-        """Length of the chains, whose entries are committed in any case."""
+        """Length of the chains, whose entries are committed in any case; 0 if not `splits`."""
         ends = [pad + certain_entries(row) for pad, row in zip(self.pads, self.rows, strict=True) if row.num_entries]
         end = min(ends, default=self.width)
-        return end if end > SHORT or end == self.width else 0
+        return end if self.splits and (end > SHORT or end == self.width) else 0
 
     @cached_property
     def parents(self) -> np.ndarray:
@@ -124,7 +125,7 @@ def certain_entries(row: Row) -> int:
     return min(count, int(parents[count:].min()) + 1) if count < row.num_entries else count
 
 
-def layouts(step: StepInputs, device: torch.device) -> list[Layout]:
+def layouts(step: StepInputs, device: torch.device, splits: bool) -> list[Layout]:
     """The layouts of a step's blocks; for a single packed block (see `build_page_inputs`), one per row."""
     rows, found = list(step.rows), []
     if len(step.blocks) == 1 and len(rows) > len(step.positions):
@@ -132,11 +133,11 @@ def layouts(step: StepInputs, device: torch.device) -> list[Layout]:
         ends += step.positions.shape[1] - ends[-1]
         starts = [0, *ends[:-1].tolist()]  # padding for exact products precedes the first row
         return [
-            Layout([row], start, end - start, device)
+            Layout([row], start, end - start, device, splits)
             for row, start, end in zip(rows, starts, ends.tolist(), strict=True)
         ]
     for block in step.blocks:
         batch, width = block.positions.shape
-        found.append(Layout(rows[:batch], block.start, width, device))
+        found.append(Layout(rows[:batch], block.start, width, device, splits))
         rows = rows[batch:]
     return found

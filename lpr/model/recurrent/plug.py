@@ -177,7 +177,7 @@ def _replaced(stock: Callable[..., Any], name: str) -> Callable[..., Any]:
                 kwargs = {**kwargs, "B": kwargs["B"] * gain}
         if step is None:
             return stock(*args, **kwargs)
-        return CALLS[name](step.cache.states, *args, **kwargs)
+        return CALLS[name](step.states, *args, **kwargs)
 
     evaluate.stock, evaluate.users = stock, WeakSet()  # type: ignore[attr-defined]
     return evaluate

@@ -2,6 +2,9 @@
 
 A forward reads states and never writes them. It keeps the contributions of its entries, and `advance` later adds those
 of the accepted entries. So a rejected branch, a dropped step or a failed forward does not affect the states.
+
+A low-bit copy drafts from states of its own, the *scratch* states: its forwards read these, and only these advance along
+what it drafts.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ class States:
     def __init__(self, num_places: int) -> None:
         """States for `num_places` slots and snapshots; the first forward determines the shapes and allocates."""
         self.num_places = num_places
+        self.scratch: States | None = None  # those that a low-bit copy reads, a place for each slot
+        self.splits = True  # False in forwards of which the leading entries may be accepted in part
         self._tensors: dict[Site, Tensor] = {}  # per site [places, ...]
         self._step: StepInputs | None = None
         self._layouts: list[Layout] = []
@@ -51,17 +56,26 @@ class States:
         """Bytes of one sequence's states."""
         return sum(each[0].numel() * each.element_size() for each in self._tensors.values())
 
-    def resized(self, num_places: int) -> States:
-        made = States(num_places)
-        made._tensors = {site: each.new_zeros(num_places, *each.shape[1:]) for site, each in self._tensors.items()}
+    @property
+    def num_bytes(self) -> int:
+        places = self.num_places + (self.scratch.num_places if self.scratch is not None else 0)
+        return self.bytes_per_place * places
+
+    def resized(self, num_slots: int, num_snapshots: int = 0) -> States:
+        """States of the same shapes, with scratch states if these have them."""
+        made = States(count := num_slots + num_snapshots)
+        made._tensors = {site: each.new_zeros(count, *each.shape[1:]) for site, each in self._tensors.items()}
+        made.scratch = self.scratch.resized(num_slots) if self.scratch is not None else None
         return made
 
     def of(self, place: int) -> dict[Site, Tensor]:
         return {site: tensor[place] for site, tensor in self._tensors.items()}
 
-    def copy(self, source: int, target: int) -> None:
-        for each in self._tensors.values():
-            each[target] = each[source]
+    def copy(self, source: int, target: int, of: States | None = None) -> None:
+        """Copy a place to another one; with `of`, a place of those states."""
+        sources = (self if of is None else of)._tensors
+        for site, each in self._tensors.items():
+            each[target] = sources[site][source]
 
     @property
     def kinds(self) -> list[str]:
@@ -89,12 +103,12 @@ class States:
         step = current_step()
         assert step is not None, "states work only inside in_step"
         if step is not self._step:
-            self._step, self._layouts = step, layouts(step, step.tokens.device)
+            self._step, self._layouts = step, layouts(step, step.tokens.device, self.splits)
             self._convolution, self._counts = None, {}
             self.kernels = None
             mask, device = step.blocks[0].tree_mask, step.tokens.device
             if mask is not None and mask.positions.shape == step.positions.shape and device.type in KERNEL_DEVICES:
-                self.kernels = import_module("lpr.model.recurrent.kernel_step").KernelStep(step)
+                self.kernels = import_module("lpr.model.recurrent.kernel_step").KernelStep(step, self.splits)
         return self._layouts
 
     def kernel_step(self) -> KernelStep | None:
@@ -202,6 +216,9 @@ class States:
             outputs.append(torch.cat(pieces, 1))
         return torch.cat(outputs, 1)
 
+    def at(self, site: Site) -> Tensor:
+        return self._tensors[site]
+
     def _tensor(self, site: Site, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
         if site not in self._tensors:
             self._tensors[site] = torch.zeros(self.num_places, *shape, dtype=dtype, device=device)
@@ -210,11 +227,17 @@ class States:
     # Between forwards.
 
     @torch.no_grad()
-    def advance(self, rows: Sequence[Row], kept: Sequence[Sequence[int]]) -> None:
-        """Advance the states of the last forward's rows along their accepted entries (indices, in order)."""
-        if self.kernels is not None:
-            self.kernels.advance(rows, kept)
+    def advance(self, rows: Sequence[Row], kept: Sequence[Sequence[int]], into: States | None = None) -> None:
+        """Advance the states of the last forward's rows along their accepted entries (indices, in order).
+
+        With `into` these states stay as they are, and the advanced ones are written to the slots' places there.
+        """
         accepted = {row.slot: entries for row, entries in zip(rows, kept, strict=True) if len(entries)}
+        written_to = self if into is None else into
+        if self.kernels is not None:  # they advance in place
+            for slot in accepted if into is not None else ():
+                written_to.copy(slot, slot, self)
+            self.kernels.advance(rows, kept, written_to)
         for layout in self._layouts if any(each.kept for each in self._layouts) else ():
             entries = [accepted.get(row.slot, ()) if row.num_entries else () for row in layout.rows]
             members = [index for index, each in enumerate(entries) if each]
@@ -225,7 +248,14 @@ class States:
                 target = torch.tensor([layout.rows[member].slot for member in members], device=layout.device)
             for site, (state, written) in layout.kept.items():
                 state = state if written is None else written.after(state, path)
-                self._tensors[site][target] = state if len(members) == len(entries) else state[members]
+                written_to._tensors[site][target] = state if len(members) == len(entries) else state[members]
+
+
+def states_of_step() -> States:
+    """The states that the running forward reads."""
+    step = current_step()
+    assert step is not None, "states work only inside in_step"
+    return step.states  # type: ignore[no-any-return]
 
 
 class StatesInCache:
@@ -241,12 +271,12 @@ class StatesInCache:
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Record the layer of the next convolution; returns the inputs unchanged."""
-        self.states.begin_convolution(layer_idx, state_idx)
+        states_of_step().begin_convolution(layer_idx, state_idx)
         return conv_states
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """None: the scan finds its state by the layer."""
-        self.states.begin_layer(layer_idx)
+        states_of_step().begin_layer(layer_idx)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
         return recurrent_states

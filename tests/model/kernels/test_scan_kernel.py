@@ -78,7 +78,7 @@ class World:
         `expected` gives a row's outputs and what it writes, from its index, a slice of real entries, state and tree.
         """
         before, worst_state = states.clone(), 0.0
-        advance(torch.tensor(LAST, dtype=torch.int32, device=DEVICE))
+        advance(torch.tensor(LAST, dtype=torch.int32, device=DEVICE), states)
         worst = 0.0 if out.isfinite().all() else torch.inf
         for row, parents in enumerate(self.trees):
             slot, start = int(self.places.slots[row]), out.shape[dim] - len(parents)
