@@ -240,12 +240,6 @@ def test_ranks_that_go_by_their_own_clocks_show(monkeypatch: pytest.MonkeyPatch)
         assert rows[0] != rows[1]
 
 
-def test_states_are_refused() -> None:
-    sizes = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]}
-    with pytest.raises(InputError, match="draft_ranks=1: its recurrent layers"):
-        generate_on(2, model_of("bamba", **sizes), DECODE, PROMPTS, MIXED, draft_ranks=1)
-
-
 # Drafts as data.
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -286,16 +285,6 @@ def test_families(model_type: str) -> None:
     engine = drafting(model=model)
     done = [engine.generate(PROMPTS, params) for params in (GREEDY, SAMPLED)]
     assert [ids(each) for each in done] == expected and copied([*done[0], *done[1]])[1] > 60
-
-
-def test_a_model_with_states_rests_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of(
-        "bamba", mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, attn_layer_indices=[1]
-    )
-    with caplog.at_level(logging.WARNING):
-        engine = Engine.from_model(model, decode=DECODE, self_draft="int8")
-    assert engine.model.self_drafter is None and engine.sizes.num_guesses == 0
-    assert any("does not draft for itself: its recurrent layers" in each.message for each in caplog.records)
 
 
 def test_plain_decoding_stays_plain() -> None:

@@ -236,7 +236,8 @@ def copy_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     done = engine.generate(PROMPTS * 2, PARAMS)
     copies = [each.stats.sources["copy"] for each in done if "copy" in each.stats.sources]
     names = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"
-    kinds = [type(engine.model.model.get_submodule(name)).__name__ for name in names]
+    modules = dict(engine.model.model.named_modules())
+    kinds = [type(modules[name]).__name__ for name in names if name in modules]
     return {
         "token_ids": [each.token_ids for each in done],
         "accepted": sum(each.accepted for each in copies),

@@ -226,6 +226,23 @@ def test_ranks_run_a_prediction_head_together(tmp_path: Path) -> None:
         assert report["heads/order"]["guesses"] != guesses
 
 
+def test_ranks_have_parts_of_a_low_bit_copy_with_recurrent_layers(tmp_path: Path) -> None:
+    cases, expected = {}, {}
+    for name in ("qwen3_5_text", "falcon_h1"):
+        model = model_of(name)
+        model.save_pretrained(tmp_path / name)
+        how = {"model": str(tmp_path / name), "form": "int8", "fixed": "yes", "fault": ""}
+        cases |= {f"copies/{name}/{ranks}": {**how, "draft_ranks": ranks} for ranks in ("1", "0")}
+        engine = Engine.from_model(model, decode=DecodeConfig.autoregressive(max_batch_size=3))
+        ids = [each.token_ids for each in engine.generate(PROMPTS * 2, PARAMS)]
+        expected |= {f"copies/{name}/{ranks}": ids for ranks in ("1", "0")}
+    done = launch(4, {"tp": 2, "cases": cases}, tmp_path)
+    for rank in range(4):
+        report = json.loads((tmp_path / f"out.{rank}").read_text())
+        assert {key: each.get("token_ids", each) for key, each in report.items()} == expected, done.stderr[-2000:]
+        assert all(each["accepted"] > 40 for each in report.values()), report
+
+
 def test_ranks_have_parts_of_a_low_bit_copy(
     models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from lpr.model.kernels import scan_kernel
 from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.step_inputs import Row
+from tests.engine.test_self_draft import copied, fix
 from tests.fakes import pretend_gpu
 from tests.fakes.pretend_gpu import PretendGpu, gpu, guard, to_gpu
 from tests.fakes.pretend_kernels import products_by_row
@@ -29,6 +30,7 @@ from tests.model.kernels.test_scan_kernel import (
 )
 from tests.model.kernels.test_scan_kernel import test_an_engine_emits_the_same_ids as check_ids
 from tests.model.kernels.test_scan_kernel import test_linear_attention as check_linear_attention
+from tests.model.kernels.test_scan_kernel import test_other_states_advance as check_others
 from tests.model.recurrent.test_recurrent import hybrid
 
 
@@ -80,6 +82,23 @@ def test_exact_bits_by_kernels(
     cache.commit(row, [0, 2, 4])
     assert cache.states.kernels is not None
     assert torch.equal(runner.adapter.logits([Row.chain(0, 7, text[7:], 3)], cache), single[7:])
+
+
+def test_a_copy_drafts_by_kernels(few_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lpr.model.recurrent.states.KERNEL_DEVICES", ("cuda", "cpu"))
+    model, params = hybrid("qwen3_next").to(DEVICE), SamplingParams(max_new_tokens=8)
+    expected = [each.token_ids for each in Engine.from_model(model, decode=DECODE).generate(PROMPTS, params)]
+    engine = Engine.from_model(model, decode=DECODE, attention="triton", self_draft="int8")
+    fix(engine)
+    done = engine.generate(PROMPTS, params)
+    assert [each.token_ids for each in done] == expected and copied(done)[1] >= 6
+    cache = engine.model.cache
+    assert cache is not None and cache.states.scratch is not None and cache.states.scratch.kernels is not None
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_other_states_advance(name: str, few_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_others(name, few_heads, monkeypatch)
 
 
 def test_launches_of_a_step_and_its_replay(gpu: PretendGpu, few_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:

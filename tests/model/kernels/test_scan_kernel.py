@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpr import DecodeConfig, Engine, SamplingParams
+from lpr.model.kv_cache import KVCache
 from lpr.model.recurrent import scans
 from lpr.model.recurrent.selective import Selective
+from lpr.model.recurrent.states import States
 from lpr.model.recurrent.tree import Tree
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.selection import Selection
@@ -369,6 +371,44 @@ def test_an_engine_emits_the_same_ids(name: str, few_heads: None, monkeypatch: p
     engine = Engine.from_model(model, decode=DECODE, attention="triton")
     assert [each.token_ids for each in engine.generate(PROMPTS, params)] == expected
     assert engine.model.cache is not None and engine.model.cache.states.kernels is not None
+
+
+def check_that_others_advance(name: str, attention: str) -> None:
+    """States that a step's advance into, those of the slots themselves, and those behind a part of a chain."""
+    runner = TreeModel(hybrid(name).to(DEVICE), attention=attention)
+    text, cache = [(7 * at) % 89 + 2 for at in range(40)], KVCache(2, 64)
+
+    def evaluate(row: Row) -> Row:
+        runner.adapter.logits([row], cache)
+        return row
+
+    def difference(found: States, right: States) -> float:
+        pairs = zip(found.of(1).values(), right.of(1).values(), strict=True)
+        return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+    cache.commit(evaluate(Row.chain(1, 0, text[:4], 1)), range(4))
+    others, before = cache.states.resized(2), cache.states.resized(2)
+    before.copy(1, 1, cache.states)
+    row = evaluate(Row(1, 4, [9, *text[4:7]], [-1, -1, 1, 2], [4, 4, 5, 6], 4))
+    cache.states.advance([row], [[1, 2]], into=others)
+    assert difference(cache.states, before) == 0.0 and difference(others, before) > 0.01
+    cache.states.advance([row], [[1, 2]])
+    assert difference(others, cache.states) == 0.0
+    before.copy(1, 1, cache.states)
+    cache.commit(evaluate(Row.chain(1, 6, text[6:9], 1)), range(3))
+    others.copy(1, 1, cache.states)
+    cache.states.copy(1, 1, before)
+    cache.states.splits = False
+    cache.states.advance([evaluate(Row.chain(1, 6, text[6:], 1))], [range(3)])
+    assert difference(cache.states, others) < 1e-4
+    assert (cache.states.kernels is not None) == (attention == "triton")
+
+
+@pytest.mark.parametrize("name", ["lfm2", "jamba"])
+def test_other_states_advance(name: str, few_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_that_others_advance(name, "sdpa")
+    monkeypatch.setattr("lpr.model.recurrent.states.KERNEL_DEVICES", ("cuda", "cpu"))
+    check_that_others_advance(name, "triton")
 
 
 def launches_of_a_graph(num_recurrent: int, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
