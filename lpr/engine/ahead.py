@@ -2,8 +2,8 @@
 
 Both draft after the path that the rank predicts to be accepted from its own results (lpr.engine.guesses), and the
 step's one gather carries their guesses. The copy reads the model's own K/V, so the rank first moves the path's entries
-to their places, and the copy's scratch states begin as the model's behind that path. If the owners' results give another
-path, which only rounding can cause, the rank computes the entries of that path again.
+to their places, and the copy's scratch states begin as the model's behind that path. If the owners' results give
+another path, which only rounding can cause, the rank computes the entries of that path again.
 """
 
 from __future__ import annotations

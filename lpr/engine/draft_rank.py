@@ -152,17 +152,17 @@ class DraftRank:
         endings = [(line, self._ending(request, line, running, plan.sizes)) for request, line in lines]
         active = [(line, each) for line, each in endings if each is not None and each.is_open]
         if active and self._begins([each for _, each in active], (limit - began) * 1e3):
-            for line, ending in active:
+            for line, each in active:
                 if line.states is not None:
-                    line.states.begin(ending.num_right)
+                    line.states.begin(each.num_right)
             self._pass([each for _, each in active], began, limit)
             for (request, line), (_, ending) in zip(lines, endings, strict=True):
                 if ending is not None and ending.num_kept:
                     line.held[line.num_right :] = [*request.tokens[line.num_right :], *ending.chain][:-1]
                     line.known = ending.draft
-            for line, ending in active:
+            for line, each in active:
                 if line.states is not None:
-                    line.states.end(len(line.held) if ending.num_kept else 0, not ending.num_right)
+                    line.states.end(len(line.held) if each.num_kept else 0, not each.num_right)
         self._fill(lines, limit, running, least=0)
         drafts = {request.id: line.known for request, line in lines if line.num_tokens == len(request.tokens)}
         for block, request in zip(blocks, plan.decoding, strict=True):

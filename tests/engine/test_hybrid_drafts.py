@@ -34,7 +34,10 @@ SOME = ["qwen3_next", "jamba", "lfm2"]
 """Gated delta rule, Mamba 1, and convolutions alone."""
 OTHERS = ["kimi_linear", "granitemoehybrid", "mamba2", "bamba", "falcon_h1", "zamba2", "nemotron_h", "olmo_hybrid"]
 ASKED = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
-MIXED = [SamplingParams(max_new_tokens=24), *(SamplingParams(max_new_tokens=24, temperature=0.8, seed=i) for i in (1, 2))]
+MIXED = [
+    SamplingParams(max_new_tokens=24),
+    *(SamplingParams(max_new_tokens=24, temperature=0.8, seed=i) for i in (1, 2)),
+]
 
 
 def drafting(name: str, batch: int = 3, **more: Any) -> Engine:
@@ -83,8 +86,12 @@ def test_a_copy_in_all_bits_chooses_what_the_model_chooses(name: str, rounds_not
 def test_projections_of_recurrent_layers_are_rounded() -> None:
     drafter = drafting("qwen3_next").model.self_drafter
     assert drafter is not None
-    names = [name for name, module in drafter.copy.named_modules() if isinstance(getattr(module, "pack", None), LowBitPack)]
-    assert any("linear_attn.in_proj" in name for name in names) and any("linear_attn.out_proj" in name for name in names)
+    names = [
+        name for name, module in drafter.copy.named_modules() if isinstance(getattr(module, "pack", None), LowBitPack)
+    ]
+    assert any("linear_attn.in_proj" in name for name in names) and any(
+        "linear_attn.out_proj" in name for name in names
+    )
 
 
 def test_sequences_of_a_padded_batch_are_drafted_one_by_one(
@@ -144,7 +151,9 @@ def drafted(name: str, num_drafting: int = 1, form: str = "int8") -> list[Comple
     return every[0]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_a_rank_that_drafts(name: str) -> None:
     done = drafted(name)
     assert ids(done) == plain(name)
@@ -254,7 +263,9 @@ def passes_keep_all_that_they_evaluate(patch: pytest.MonkeyPatch) -> None:
     change_advance(patch, change)
 
 
-@pytest.mark.parametrize("fault", [None, the_path_is_left_out, passes_do_not_advance, passes_keep_all_that_they_evaluate])
+@pytest.mark.parametrize(
+    "fault", [None, the_path_is_left_out, passes_do_not_advance, passes_keep_all_that_they_evaluate]
+)
 def test_stale_states_lose_drafts_and_no_token(
     fault: Callable[[pytest.MonkeyPatch], None] | None, rounds_nothing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

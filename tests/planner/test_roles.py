@@ -9,7 +9,7 @@ import pytest
 
 from lpr.cli.plan import main as plan_main
 from lpr.planner import roles
-from lpr.planner.facts import measured_values
+from lpr.planner.facts import KeptState, measured_values
 from lpr.planner.roles import Roles, compare, pipelined, read_agreement, roles_of, simulate
 from tests.planner.test_prediction import A100, facts_named, setting
 
@@ -76,6 +76,15 @@ def test_dearer_collectives_favour_fewer_ranks_that_draft() -> None:
         > 1.2 * pipelined(asked, Roles(4, 4), agreement, slow).passes_per_step
     )
     assert compare(replace(asked, facts=replace(asked.facts, low_bit="fp8")), 8, values) == []
+
+
+def test_a_pass_reads_and_writes_recurrent_states() -> None:
+    asked, values = setting(temperature=0.0), measured_values()
+    hybrid = replace(asked, facts=replace(asked.facts, states=(KeptState((64, 128, 128), True, 24, ()),)))
+    assert {each.roles for each in compare(hybrid, 4, values)} == {each.roles for each in compare(asked, 4, values)}
+    seconds = [roles._pass(each, 1, "int8", roles.Inputs()) for each in (asked, hybrid)]
+    moved = 3 * 24 * 4 * 64 * 128 * 128
+    assert seconds[1] - seconds[0] == pytest.approx(moved / (A100.gpu.bandwidth * roles.Inputs().bandwidth_fraction))
 
 
 def test_the_plan_shows_them(capsys) -> None:

@@ -3,8 +3,8 @@
 A forward reads states and never writes them. It keeps the contributions of its entries, and `advance` later adds those
 of the accepted entries. So a rejected branch, a dropped step or a failed forward does not affect the states.
 
-A low-bit copy drafts from states of its own, the *scratch* states: its forwards read these, and only these advance along
-what it drafts.
+A low-bit copy drafts from states of its own, the *scratch* states: its forwards read these, and only these advance
+along what it drafts.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def states_of_step() -> States:
     """The states that the running forward reads."""
     step = current_step()
     assert step is not None, "states work only inside in_step"
-    return step.states  # type: ignore[no-any-return]
+    return step.states
 
 
 class StatesInCache:
