@@ -71,8 +71,9 @@ def decode_step(
     if model.cache is not None and model.cache.has_states:
         found = [(plan.decoding[i], concluded[i]) for i in draft.mine]
         advance_states(model, rows, found, fills, again, draft.rank)
-    elif again:
-        model.fill([*again.values()])
+    else:
+        for row in again.values():
+            model.fill([row])
     for request, counts in plan.filling:
         count_filled(request, counts)
     outcomes = Outcomes(concluded, draft.num_entries, gathered.logprobs(concluded), plan.batch.one_by_one)
