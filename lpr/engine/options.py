@@ -39,7 +39,7 @@ class EngineOptions:
     self_draft: SelfDraft = "off"
     """Draft with a copy of the model's weights in so many bits, made at start, by as many passes as pay. auto: int4, or
     int8 where int4 has no products in C++, if there is memory for it and tree sizes are automatic. A named form makes
-    one pass or more in each step. Not with --tp."""
+    one pass or more in each step."""
     draft_ranks: int = 0
     """So many replicas of the job, its last ones, hold no more than a low-bit copy of the model, in int8 or the form of
     `self_draft`, and draft while the others verify; with --tp each has as many ranks as the others."""
