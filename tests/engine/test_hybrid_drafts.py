@@ -329,7 +329,7 @@ def test_places_of_a_rank_that_drafts_have_the_states_of_their_tokens(
     monkeypatch.setattr(DraftRank, "_pass", check)
     assert ids(drafted("qwen3_next", form="int4")) == plain("qwen3_next")
     assert (worst[0] < 1e-3) == (fault is None)
-    assert len(counts) > 5
+    assert max(counts) > 1
 
 
 @cache
