@@ -21,7 +21,8 @@ from lpr.engine.outcomes import Outcome
 from lpr.engine.plan import StepPlan
 from lpr.engine.request import Request
 from lpr.model.runner import TreeModel
-from lpr.model.self_draft import Ending, pure
+from lpr.model.sampling.processors import pure
+from lpr.model.self_draft import Ending
 from lpr.model.step_inputs import Row
 from lpr.native import StepDraft
 

@@ -30,7 +30,8 @@ from lpr.engine.line_states import LineStates
 from lpr.engine.plan import StepPlan
 from lpr.engine.request import Request
 from lpr.model.runner import TreeModel
-from lpr.model.self_draft import NUM_GUESSES, NUM_ROWS, UNSURE, Ending, SelfDrafter, pure
+from lpr.model.sampling.processors import pure
+from lpr.model.self_draft import NUM_GUESSES, NUM_ROWS, UNSURE, Ending, SelfDrafter
 from lpr.model.step_inputs import Row
 from lpr.native import Conclusion, Drafter
 from lpr.protocol import RequestId

@@ -35,8 +35,7 @@ from lpr.model.low_bit.direct import LONGEST, Direct
 from lpr.model.pass_graphs import MOST_ENTRIES, PassGraphs
 from lpr.model.sampling import in_cpp
 from lpr.model.sampling.choice import pick
-from lpr.model.sampling.grammar import Grammar
-from lpr.model.sampling.processors import Processors, is_row_by_row
+from lpr.model.sampling.processors import Processors
 from lpr.model.sampling.selection import Selection, choice_of
 from lpr.model.step_inputs import Row
 
@@ -94,16 +93,12 @@ class Ending:
     """The probability that the chain is right and the next pass finds more than the text has."""
     run: float = 0.0
     """Tokens that the text is expected to bring behind the sequence, without a pass."""
-    num_together: int = 1
-    """Sequences of the step."""
-    ms: float = 0.0
-    """This sequence's part of the time of the passes that were made."""
+    num_together: int = 1  # sequences of the step
+    ms: float = 0.0  # this sequence's part of the time of the passes that were made
     before: list[int] = field(default_factory=list)
     """Tokens in front of the last one whose K/V the next pass computes, too."""
-    num_right: int = 0
-    """Leading ones of the next pass behind which the slot's own states are wanted (lpr.engine.line_states)."""
-    num_kept: int = 0
-    """Leading entries of the last pass that are tokens of the chain or before it; 0 if it has failed."""
+    num_right: int = 0  # leading ones of the next pass behind which the slot's own states are wanted
+    num_kept: int = 0  # leading entries of the last pass that are of the chain or before it; 0 if it has failed
     turn: int = -1
     """Places with a likely runner-up at which the copy's choice is followed before the runner-up is; -1: at all."""
     parent: int = 0
@@ -309,19 +304,17 @@ class SelfDrafter:
         if self.direct is not None and len(endings) == 1 and pays is None and endings[0].processors is None:
             self._draft_alone(self.direct, endings[0], cache)
             return
-        active, num_made, made = list(endings), 0, list[tuple[Sequence[Ending], int, float]]()
+        active, made = list(endings), list[tuple[Sequence[Ending], int, float]]()
         while active:
             began = time.perf_counter()
             for each in active:
                 self._expect([*each.before, *each.text])
             num_entries = sum([len(each.before) + 1 + len(each.text) for each in active])
-            one_by_one = cache.has_states and not self.adapter.packed
-            groups = [[each] for each in active] if one_by_one else [active]
+            groups = [[each] for each in active] if cache.has_states and not self.adapter.packed else [active]
             going = [each for group in groups for each in self._pass(group, cache)]
-            num_made += 1
             took = time.perf_counter() - began - (self.graphs.lost if self.graphs is not None else 0.0)
             made.append((active, num_entries, took * 1e3))
-            active = going if (pays or self._pays)(going, num_made) else []
+            active = going if (pays or self._pays)(going, len(made)) else []
         times = self._agreed([ms for *_, ms in made], [each.chain for each in endings])
         for (begun, num_entries, _), ms in zip(made, times, strict=True):
             self._count(begun, num_entries, ms)
@@ -340,18 +333,16 @@ class SelfDrafter:
         asked = [(each.params, mine) for each, mine in zip(active, positions, strict=True)]
         found = self.graphs.choices(self.copy, rows, asked) if self.graphs is not None and not of_all else None
         chosen, tokens, odds = found or self._choose(self._logits(rows, cache, of_all), active, positions)
-        start, going = 0, []
-        for each, row in zip(active, rows, strict=True):
-            mine = slice(start, start + row.num_results)
-            start += row.num_results
+        going, ends = [], accumulate([row.num_results for row in rows])
+        for each, row, end in zip(active, rows, ends, strict=True):
+            mine = slice(end - row.num_results, end)
             if self._take(each, chosen[mine], tokens[mine], odds[mine], cache):
                 going.append(each)
         if scratch is not None:
-            right = [range(min(each.num_right, each.num_kept)) for each in active]
-            scratch.advance(rows, right, into=cache.states)
+            scratch.advance(rows, [range(each.num_right if each.num_kept else 0) for each in active], into=cache.states)
             scratch.advance(rows, [range(each.num_kept) for each in active])
-            for each, count in zip(active, right, strict=True):
-                each.num_right -= len(count)
+            for each in active:
+                each.num_right *= not each.num_kept
         return going
 
     def _draft_alone(self, direct: Direct, each: Ending, cache: KVCache) -> None:
@@ -427,10 +418,3 @@ class SelfDrafter:
         chosen = pick(logits, selection)
         tokens, odds = likeliest(logits, selection)
         return chosen.tolist(), tokens.tolist(), odds.tolist()
-
-
-def pure(processors: Processors | None) -> Processors | None:
-    """Those of `processors` that keep no state of calls, in a set of their own: drafts may call them ahead of time."""
-    functions = processors.functions if processors is not None else ()
-    known = [each for each in functions if isinstance(each, Grammar) or is_row_by_row(each)]
-    return Processors(known) if known else None

@@ -29,7 +29,8 @@ from lpr.model.cpu.tiles import can_tile
 from lpr.model.kv_cache import KVCache
 from lpr.model.low_bit import direct
 from lpr.model.runner import TreeModel
-from lpr.model.self_draft import Ending, SelfDrafter, pure
+from lpr.model.sampling.processors import pure
+from lpr.model.self_draft import Ending, SelfDrafter
 from lpr.model.step_inputs import Row
 from lpr.native import StepDraft
 from tests.fakes.altered_gather import change_received

@@ -217,3 +217,10 @@ class ProcessorPath:
             node = edges.get((node, code))
             if node is not None and picked is not None:
                 input_ids = torch.cat([input_ids, picked.view(1, 1)], 1)
+
+
+def pure(processors: Processors | None) -> Processors | None:
+    """Those of `processors` that keep no state of calls, in a set of their own: drafts may call them ahead of time."""
+    functions = processors.functions if processors is not None else ()
+    known = [each for each in functions if isinstance(each, Grammar) or is_row_by_row(each)]
+    return Processors(known) if known else None
