@@ -214,13 +214,13 @@ def test_an_interrupt_before_rows_are_moved(model: PreTrainedModel, monkeypatch:
     params = SamplingParams(max_new_tokens=60, temperature=0.7, seed=seed)
     ids = plain.generate([PROMPTS[0]], params)[0].token_ids
 
-    def commit(*args: Any) -> None:
+    def commit(*args: Any) -> Any:
         nonlocal num_moving
         moves = args[4]
         num_moving += moves.shape[1] > 0
         if moves.shape[1] and num_moving == 2:
             raise KeyboardInterrupt
-        real(*args)
+        return real(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(step, "commit", commit)

@@ -498,9 +498,9 @@ def check_rejected_nan(
     spoilt: list[bool] = []
     commit = lpr.engine.step.commit
 
-    def watching(model: Any, rows: Any, mine: Any, concluded: Any, *rest: Any) -> None:
+    def watching(model: Any, rows: Any, mine: Any, concluded: Any, *rest: Any) -> Any:
         spoilt.extend(concluded[index].failure == NOT_A_NUMBER for index in mine)
-        commit(model, rows, mine, concluded, *rest)
+        return commit(model, rows, mine, concluded, *rest)
 
     def program(comm: ThreadComm) -> list[Completion]:
         engine = broken_engine(model, token, comm, attention)
