@@ -13,9 +13,11 @@ import msgspec
 import numpy as np
 
 from lpr.config import DecodeConfig, TreeSizes
+from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, is_driver
 from lpr.engine.commands import LoadAdapter
+from lpr.engine.exchange import worst_of_replica
 from lpr.engine.kv_pool import PoolSize
 from lpr.engine.request import Request
 from lpr.engine.requests import RequestTable
@@ -153,13 +155,15 @@ def tell_newcomers(replica: Replica) -> None:
 def await_welcome(replica: Replica) -> bytes | None:
     """As Membership.await_welcome, with the cache and the captured steps made before: the mesh does not wait for them.
 
-    A draft-only rank, which has another cache, makes it later.
+    A draft-only rank, which has another cache, makes it later; so do tp ranks that a change of sizes finds apart.
     """
-    membership = replica.comm.membership
+    comm, membership = replica.comm, replica.comm.membership
     assert membership is not None
-    if replica.comm.serves and (known := membership.set_up):
+    known = membership.set_up if comm.serves else b""
+    digest = digest_of(known.hex()) % 2**31
+    if worst_of_replica(comm, digest) == -worst_of_replica(comm, -digest) and known:
         msgspec.msgpack.decode(known, type=SetUp).apply(replica)
-    return membership.await_welcome(replica.comm.serves)
+    return membership.await_welcome(comm.serves)
 
 
 def state_of(replica: Replica) -> bytes:

@@ -7,8 +7,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +24,7 @@ from lpr.engine.replica import Replica
 from lpr.model.exact import check
 from tests.fakes.adapters import ATTENTION, merged, write_adapter
 from tests.fakes.elastic_world import ElasticWorld, Fault
+from tests.fakes.worlds import ThreadComm, ThreadWorld, run_ranks
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3, 9], list(range(10, 40)), [1, 2, 3, 1, 2]]
 PARAMS = [
@@ -253,6 +256,22 @@ def test_a_newcomer_has_its_cache_before_the_mesh_waits_for_it(
         world.start(replica, job)
     world.join()
     assert texts(job) == expected and kept == [is_told] * 2
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_tp_ranks_that_a_change_of_sizes_finds_apart_make_their_caches_later(
+    llama: PreTrainedModel, is_same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, applied = handover.SetUp.of(Engine.from_model(llama, decode=DECODE).replica), list[int]()
+    monkeypatch.setattr(handover.SetUp, "apply", lambda self, replica: applied.append(self.num_pages))
+
+    def program(comm: ThreadComm) -> bytes | None:
+        mine = msgspec.structs.replace(known, num_pages=7 if is_same else 7 + comm.tp_rank)
+        comm.membership = SimpleNamespace(set_up=msgspec.msgpack.encode(mine), await_welcome=lambda serves: b"state")  # type: ignore
+        return handover.await_welcome(SimpleNamespace(comm=comm))  # type: ignore[arg-type]
+
+    assert run_ranks(ThreadWorld(2, tp=2), program) == [b"state"] * 2
+    assert applied == ([7, 7] if is_same else [])
 
 
 class AdaptedJob(JoinedJob):
