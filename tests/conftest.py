@@ -165,11 +165,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases marked slow, or with --slow all others; tests/slow and what is asked for by name run whole.
+    """Leave out cases marked slow, or with --slow all others; tests/slow runs whole, as does what is asked for by name
+    or has failed.
 
     Long tests, which have a time-out of their own, begin first: one of them would keep a worker while the others wait.
     """
-    if any("::" in each for each in config.args):
+    if any("::" in each for each in config.args) or config.getoption("lf"):
         return
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     slow_only, seen = config.getoption("--slow"), Counter[str]()

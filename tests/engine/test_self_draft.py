@@ -28,6 +28,7 @@ from lpr.engine.guesses import Followed, follow_all
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.kv_cache import KVCache
 from lpr.model.low_bit import direct
+from lpr.model.low_bit.copy import LowBitCopy
 from lpr.model.runner import TreeModel
 from lpr.model.sampling.processors import pure
 from lpr.model.self_draft import Ending, SelfDrafter
@@ -90,6 +91,17 @@ def test_ids_are_those_of_plain_decoding(form: str, attention: str) -> None:
         assert ids(done) == plain_ids(*params)
         drafted, accepted = copied(done)
         assert accepted > (60 if form == "int8" else 20)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_exact_mode_rounds_as_much(name: str) -> None:
+    """And the model keeps its bits: its products stay those of exact mode, whose packs the copy shares."""
+    model, found = model_of(name), []
+    for exact in (False, True, False):
+        engine = Engine.from_model(model, decode=DECODE, self_draft="int8", exact=exact)
+        assert engine.model.self_drafter is not None and isinstance(engine.model.self_drafter.copy, LowBitCopy)
+        found.append(engine.model.self_drafter.copy.num_bytes)
+    assert found == [found[0]] * 3 and found[0] > 0
 
 
 def test_passes_do_not_hold_up_a_first_token() -> None:

@@ -16,10 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lpr.model.cpu.products import PrepackedHead, PrepackedLinear
+from lpr.model.exact.check import PinnedProducts
+from lpr.model.exact.functions import FixedExperts
 from lpr.model.low_bit.coded import BITS
 from lpr.model.low_bit.layers import CodedExperts, PackedCodedLinear, coded_modules
 from lpr.model.low_bit.products import FORMS, Form, LowBitPack, round_linear
-from lpr.model.rewrite.base import OwnForward, Setting, carry_out
+from lpr.model.rewrite.base import OwnForward, Setting, carry_out, done_to, undo
 from lpr.model.rewrite.merged_linear import LINEAR, Pack, PackedLinear, inputs_of, is_plain
 from lpr.model.rewrite.table import FUSED, undo_forwards
 
@@ -63,6 +65,7 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
     shared = {id(each): each for each in _shared(model)}
     twin = copy.deepcopy(model, dict(shared))
     undo_forwards(twin)
+    _undo_exact(twin)
     num_bytes, head = 0, twin.get_output_embeddings()
     for module in list(twin.modules()):
         if can_round_experts(module):
@@ -83,6 +86,14 @@ def make_copy(model: PreTrainedModel, form: Form, fuse: bool = True) -> LowBitCo
             if each.why_not(twin, setting) is None:
                 carry_out(each, twin, setting)
     return LowBitCopy(twin, form, num_bytes)
+
+
+def _undo_exact(twin: nn.Module) -> None:
+    """Undo what exact mode has changed, or nothing would be rounded; packs are the model's own and stay."""
+    undo(FixedExperts(), twin)
+    for name in done_to(twin).pop(PinnedProducts.name, ()):
+        if not isinstance(module := twin.get_submodule(name), PrepackedLinear):
+            vars(module).pop("forward", None)
 
 
 def _shared(model: nn.Module) -> Iterator[Any]:
