@@ -159,6 +159,11 @@ class Grammar:
             shared += 1
         if len(self._path) > shared:
             self._matcher.rollback(len(self._path) - shared)
-        if not self._matcher.consume_tokens(path[shared:]):
-            raise ValueError(f"the output left its grammar: {self._matcher.get_error()}")
-        self._path = path
+        self._path = path[:shared]
+        for token in path[shared:]:
+            # Behind a text that nothing can follow only its end is allowed, which llguidance does not take.
+            if self._matcher.is_stopped():
+                break
+            if not self._matcher.consume_token(token):
+                raise ValueError(f"the output left its grammar: {self._matcher.get_error()}")
+            self._path.append(token)

@@ -207,6 +207,25 @@ def test_an_output_keeps_to_its_grammar_and_equals_plain_decoding(bundled, tempe
     assert any(done.finish_reason == "stop" for done in drafted)
 
 
+def test_drafts_beyond_the_end_of_a_text_that_nothing_can_follow(bundled):
+    """The trie drafts the end of an output that has come before; llguidance takes no token behind such a text."""
+    grammar = llguidance.LLMatcher.grammar_from_regex("[0-9]{2}")
+    processor = grammar_module.Grammar(grammar, 0, bundled["plain"].tokenizer)
+    one, two = [bundled["plain"].tokenizer.encode(digit, add_special_tokens=False)[0] for digit in "12"]
+    end = bundled["plain"].tokenizer.eos_token_id
+
+    def allowed(*path):
+        return (processor(torch.tensor([path], dtype=torch.long), torch.zeros(1, 4104)) > -1).sum().item()
+
+    first, second = allowed(), allowed(one)
+    assert first > second >= 10 and [allowed(one, two), allowed(one, two, end), allowed(one)] == [1, 1, second]
+    assert [allowed(one, two, end), allowed(two, one), allowed()] == [1, 1, first]
+    params = SamplingParams(max_new_tokens=9, grammar=grammar)
+    for name in bundled:
+        done = [bundled[name].generate(["a = "], params)[0] for _ in range(4)]
+        assert [(each.finish_reason, each.text) for each in done] == [("stop", done[0].text)] * 4, done[-1]
+
+
 def test_a_bad_grammar_is_refused(bundled):
     with pytest.raises(InputError, match="grammar"):
         bundled["plain"].submit("a", SamplingParams(grammar="nonsense"))
