@@ -163,6 +163,9 @@ class TreeModel:
             like.states.scratch = like.states.resized(like.num_slots)
         try:
             drafter.measure(like, max_batch_size, self._strategy)
+        except Exception:
+            like.states.scratch = None  # or later caches would have scratch states, too
+            raise
         finally:
             if self.capturer is not None:
                 self.capturer.release()

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from lpr.engine.ahead import Ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.guesses import Followed, follow_all
 from lpr.model.cpu.tiles import can_tile
+from lpr.model.exact.check import _multiplier
+from lpr.model.exact.functions import in_pieces
 from lpr.model.kv_cache import KVCache
 from lpr.model.low_bit import direct
 from lpr.model.low_bit.copy import LowBitCopy
@@ -95,13 +97,16 @@ def test_ids_are_those_of_plain_decoding(form: str, attention: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_exact_mode_rounds_as_much(name: str) -> None:
-    """And the model keeps its bits: its products stay those of exact mode, whose packs the copy shares."""
-    model, found = model_of(name), []
+    """The model's own products stay pinned, whose packs the copy shares."""
+    model, found, pinned = model_of(name), [], []
     for exact in (False, True, False):
         engine = Engine.from_model(model, decode=DECODE, self_draft="int8", exact=exact)
         assert engine.model.self_drafter is not None and isinstance(engine.model.self_drafter.copy, LowBitCopy)
         found.append(engine.model.self_drafter.copy.num_bytes)
+        multipliers = [getattr(*_multiplier(each)) for each in model.modules() if isinstance(each, torch.nn.Linear)]
+        pinned.append(sum(isinstance(each, partial) and each.func is in_pieces for each in multipliers))
     assert found == [found[0]] * 3 and found[0] > 0
+    assert pinned == [0, len(multipliers), len(multipliers)] and pinned[1] > 5
 
 
 def test_passes_do_not_hold_up_a_first_token() -> None:

@@ -162,8 +162,14 @@ class Grammar:
         self._path = path[:shared]
         for token in path[shared:]:
             # Behind a text that nothing can follow only its end is allowed, which llguidance does not take.
-            if self._matcher.is_stopped():
+            if self._matcher.is_stopped() and self._allows(token):
                 break
             if not self._matcher.consume_token(token):
                 raise ValueError(f"the output left its grammar: {self._matcher.get_error()}")
             self._path.append(token)
+
+    def _allows(self, token: int) -> bool:
+        import llguidance.numpy
+
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, self._mask, 0)
+        return bool(self._mask[0, token // 32] >> token % 32 & 1)

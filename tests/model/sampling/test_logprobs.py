@@ -220,6 +220,8 @@ def test_drafts_beyond_the_end_of_a_text_that_nothing_can_follow(bundled):
     first, second = allowed(), allowed(one)
     assert first > second >= 10 and [allowed(one, two), allowed(one, two, end), allowed(one)] == [1, 1, second]
     assert [allowed(one, two, end), allowed(two, one), allowed()] == [1, 1, first]
+    with pytest.raises(ValueError, match="left its grammar"):
+        allowed(one, two, one)
     params = SamplingParams(max_new_tokens=9, grammar=grammar)
     for name in bundled:
         done = [bundled[name].generate(["a = "], params)[0] for _ in range(4)]
