@@ -3,6 +3,7 @@
 `patch()` has `subprocess.Popen` (below `asyncio` and `torchrun` too) ask a process that has done the imports for a
 child, where a command runs one of `MODULES` or a program of tests/fakes, and its environment has nothing of its own
 that an import reads. Each child has such a process for its children: torchrun, the front and the supervisor start some.
+Sandboxes are forked by a second process, which has imported what they import and nothing else.
 The child is its caller's, with its pid, exit code, signals, descriptors, session, command line and environment.
 It differs from one that was started: all have one hash seed, and pages that nobody writes are shared. Commands of shell
 scripts and those with `-c` are started, and all with LPR_TRUE_START in their environment or in pytest's.
@@ -41,6 +42,8 @@ MODULES = (
     "tests.fakes.supervised_worker",
 )
 """What a command may run by its module's name."""
+SANDBOX = "lpr.serve.sandboxed"
+SANDBOX_IMPORTS = "lpr.serve.checks", "lpr.serve.text.grammar_tasks"
 IMPORTED = (
     "lpr.cli.generate",
     "lpr.serve.__main__",
@@ -98,10 +101,12 @@ class Forker:
 
 
 forker: Forker | None = None
+sandboxes: Forker | None = None
+"""Forks sandboxes, for the process of the tests; of others, most start one or two."""
 
 
-def patch() -> None:
-    """Fork what can be forked, from now on."""
+def patch(is_first: bool = True) -> None:
+    """Fork what can be forked, from now on; sandboxes by the first process alone."""
     if "LPR_TRUE_START" in os.environ:
         return
     execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -110,17 +115,24 @@ def patch() -> None:
     pipes = "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"
 
     def execute_child(self: Any, *given: Any) -> None:
-        global forker
+        global forker, sandboxes
         asked = signature.bind(self, *given).arguments
         job = job_of(asked)
-        if job is not None and forker is None:
-            forker = started(execute, environment)
-        if job is None or forker.owner != os.getpid() or read_by_imports(job["environment"]) != forker.environment:
+        if job is not None and job["sandbox"]:
+            if sandboxes is None and is_first:
+                sandboxes = started(execute, job["environment"], SANDBOX)
+            asked_for = sandboxes
+        else:
+            if job is not None and forker is None:
+                forker = started(execute, environment)
+            asked_for = forker
+        here = asked_for is not None and asked_for.owner == os.getpid()
+        if job is None or not here or read_by_imports(job["environment"]) != asked_for.environment:
             execute(self, *given)
             return
         ends = (asked[name] for name in ("p2cread", "c2pwrite", "errwrite"))
         own = [number if end == -1 else end for number, end in enumerate(ends)]
-        self.pid = forker.fork(job, [*own, *asked["pass_fds"]])
+        self.pid = asked_for.fork(job, [*own, *asked["pass_fds"]])
         self._child_created = True
         self._close_pipe_fds(*(asked[name] for name in pipes))
 
@@ -138,7 +150,7 @@ def job_of(asked: dict[str, Any]) -> dict[str, Any] | None:
     rest = command[2:] if command[1] == "-u" else command[1:]
     if command[0] != sys.executable or not rest:
         return None
-    is_module = rest[0] == "-m" and rest[1:2] and rest[1] in MODULES
+    is_module = rest[0] == "-m" and rest[1:2] and rest[1] in (*MODULES, SANDBOX)
     program = Path(folder, rest[0])
     if not is_module and program != ROOT / "lpr.generate" and program.parent != ROOT / "tests" / "fakes":
         return None
@@ -146,6 +158,7 @@ def job_of(asked: dict[str, Any]) -> dict[str, Any] | None:
     return {
         "command": command,
         "rest": rest,
+        "sandbox": SANDBOX in rest[:2],
         "folder": os.path.realpath(folder),
         "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()},
         "descriptors": [0, 1, 2, *asked["pass_fds"]],
@@ -155,15 +168,15 @@ def job_of(asked: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def started(execute: Any, environment: dict[str, str]) -> Forker:
-    """The first process that forks."""
+def started(execute: Any, environment: dict[str, str], *kind: str) -> Forker:
+    """The first process that forks; or, with SANDBOX, the one that forks sandboxes."""
     mine, others = socket.socketpair()
     with others, contextlib.ExitStack() as kept:
         now = subprocess.Popen._execute_child  # type: ignore[attr-defined]
         kept.callback(setattr, subprocess.Popen, "_execute_child", now)
         subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
         process = subprocess.Popen(
-            [sys.executable, __file__, str(others.fileno()), ROOM],
+            [sys.executable, __file__, str(others.fileno()), ROOM, *kind],
             env={**environment, "PYTHONPATH": str(ROOT), "ROOM": ROOM},
             cwd=ROOT, pass_fds=[others.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         )  # fmt: skip
@@ -235,6 +248,8 @@ def wait_for_jobs(connection: socket.socket) -> dict[str, Any]:
         os.chdir(job["folder"])
         os.environ.clear()
         os.environ.update(job["environment"])
+        if job["sandbox"]:  # whose children are forks of its own
+            break
         mine, others = socket.socketpair()
         if os.fork() != 0:
             others.close()
@@ -267,12 +282,14 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     gc.disable()
-    for name in IMPORTED:
+    is_light = SANDBOX in sys.argv
+    for name in SANDBOX_IMPORTS if is_light else IMPORTED:
         importlib.import_module(name)
-    from transformers import conversion_mapping  # which compiles 1,000 patterns when the first model is loaded
+    if not is_light:
+        from transformers import conversion_mapping  # which compiles 1,000 patterns when the first model is loaded
 
-    conversion_mapping.get_checkpoint_conversion_mapping("llama")
-    for name in (*MODULES, "lpr.serve.__main__"):
+        conversion_mapping.get_checkpoint_conversion_mapping("llama")
+    for name in (*MODULES, SANDBOX, "lpr.serve.__main__"):
         if not hasattr(sys.modules.get(name), "__path__"):
             sys.modules.pop(name, None)  # it is run, and would be found imported
     gc.freeze()
@@ -280,7 +297,8 @@ def main() -> None:
     job = wait_for_jobs(connection)
     show(48, job["command"])
     show(50, [f"{name}={value}" for name, value in job["environment"].items()])
-    patch()
+    if not is_light:
+        patch(is_first=False)
     rest = job["rest"]
     if "-u" in job["command"][:2]:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
