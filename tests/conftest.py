@@ -192,7 +192,15 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
-CHECKED_ONCE = ("benchmarks", "cli", "dist", "drop_in", "engine", "fleet", "sched", "serve")
+CHECKED_ONCE = (
+    "benchmarks", "cli", "dist", "drop_in", "engine", "fleet", "planner", "sched", "serve",
+    "model/heads/test_gpu", "model/lora", "model/low_bit", "model/sampling",
+    "model/test_fp8_cache", "model/test_graphs", "model/test_pass_graphs", "model/test_watch",
+    "slow/test_budget", "slow/test_draft_ranks", "slow/test_exchange", "slow/test_fuzz", "slow/test_graphs",
+    "slow/test_hostile", "slow/test_logprobs", "slow/test_lookahead", "slow/test_lossless", "slow/test_modes",
+    "slow/test_prediction", "slow/test_reserve", "slow/test_resume", "slow/test_tools",
+)  # fmt: skip
+"""Beginnings of the names, behind tests/, of tests that are not about the check at load."""
 RESIDENT = [0]
 """Bytes of this process when its memory was last given back."""
 
@@ -247,7 +255,7 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def checks_at_load(request: pytest.FixtureRequest) -> None:
     """Where tests are not about the check at load, it is made once for each kind of model."""
-    if request.node.nodeid.split("/")[1] in CHECKED_ONCE:
+    if request.node.nodeid.removeprefix("tests/").startswith(CHECKED_ONCE):
         request.getfixturevalue("check_once")
 
 
