@@ -15,7 +15,7 @@ from lpr import DecodeConfig, Engine
 from lpr.model import transformers_versions as versions
 from lpr.model.heads.forms import MIMO
 from tests.fakes.adapters import ATTENTION, merged, write_adapter
-from tests.fakes.models import stock_greedy
+from tests.fakes.models import stock_greedy, tiny_model
 from tests.fakes.models_with_heads import checkpoint_with_head
 from tests.fakes.tp_worker import DECODE, FEW, PARAMS, PROMPTS
 from tests.model.recurrent.test_split_heads import CASES, TWO_GROUPS, model_of
@@ -105,8 +105,9 @@ def test_one_replica_of_two_ranks_and_the_command(
             ("one_kv_head", "deepspeed"), ("opt", "transformers"), ("incomplete", "transformers"),
         ]
     }  # fmt: skip
-    for name in COMPILED:
-        cases[f"compiled/{name}"] = {"model": str(folders[name])}
+    compiled = tiny_model(spread=0.12, **COMPILED)  # type: ignore[arg-type]
+    compiled.save_pretrained(tmp_path / "compiled")
+    cases["compiled"] = {"model": str(tmp_path / "compiled")}
     for backend in ("transformers", "deepspeed"):
         cases[f"load/{backend}"] = {"model": str(folders["large"]), "backend": backend}
     prompts, config = tmp_path / "in.jsonl", tmp_path / "run.toml"
@@ -121,7 +122,7 @@ def test_one_replica_of_two_ranks_and_the_command(
     done = launch(2, {"tp": 2, "cases": cases, "commands": commands}, tmp_path)
     assert done.returncode == 0, done.stderr
     reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
-    check_compiled(models, reports)
+    check_compiled(compiled, reports)
     for name in ("load/transformers", "load/deepspeed"):
         for found in [report.pop(name) for report in reports]:
             assert found["own_mib"] < 0.55 * LARGE_MIB
