@@ -101,6 +101,8 @@ def parse(argv: Sequence[str], quiet: bool = False) -> Args:
     prompts, output, trace = (path and path.resolve() for path in (args.prompts, args.output, args.trace))
     if prompts and not output:
         raise InputError("--prompts needs --output FILE.jsonl for the completions")
+    if args.output == Path("-"):
+        raise InputError("--output - is no file, and a job that was interrupted goes on from its file")
     if output and not prompts:
         raise InputError("--output needs --prompts FILE.jsonl")
     if prompts and prompts == output:

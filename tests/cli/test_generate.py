@@ -147,6 +147,7 @@ def test_the_demonstration_is_one_piece_of_code(capsys: pytest.CaptureFixture[st
         (["--prompts", "x.jsonl"], "--prompts needs --output"),
         (["--output", "x.jsonl"], "--output needs --prompts"),
         (["--prompts", "x.jsonl", "--output", "./x.jsonl"], "are the same file, x.jsonl: the prompts would be lost"),
+        (["--prompts", "x.jsonl", "--output", "-"], "--output - is no file"),
         (["--prompts", "/none.jsonl", "--output", "/tmp/x.jsonl"], "cannot read prompts from /none.jsonl"),
         (["--model", "/no/such/model"], "model folder '/no/such/model' does not exist"),
         (["--config", "/none.toml"], "cannot read --config /none.toml"),
