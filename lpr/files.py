@@ -1,7 +1,5 @@
 """Atomic replacement of files, and appending of whole lines."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

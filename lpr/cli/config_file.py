@@ -3,8 +3,6 @@
 Imports no torch, so that the service's front can use it.
 """
 
-from __future__ import annotations
-
 import tomllib
 import types
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@
 Only the model's tokenizer is loaded. Text is read and tokenised in pieces, so memory is bounded by the capacity.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import sys

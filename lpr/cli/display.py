@@ -1,7 +1,5 @@
 """Output for people: text with one colour per step, and the table that compares runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Flags of the command line as a dataclass, by `tyro`. Imports no torch, so that the service's front can use it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """The command `lpr.generate`: its arguments, and the start and end of its ranks."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

@@ -1,7 +1,5 @@
 """The jobs of rank 0: complete the lines of a file, or show one prompt."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import deque

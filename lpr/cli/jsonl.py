@@ -1,7 +1,5 @@
 """Prompts and completions as JSON Lines: invalid lines are reported, finished lines are never lost."""
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`python -m lpr.plan`: the lp x tp meshes of a model: memory, traffic, predicted speed. No weights, no GPU."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ recorder covers all ranks; times are rank 0's. On a GPU `forward` is the launch 
 waits for its results, includes the rest.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ replica w // tp. A step sees the replicas only. It uses one collective over the 
 follows only when world rank 0, the *driver*, has announced commands, in a step's header or by `announce`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Errors of the exchange between ranks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Each epoch of a job has a group of its own, made without torch's default group. 
 and aborts groups.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import secrets

@@ -4,8 +4,6 @@ A rank that has died, hangs or is stopped is detected within `DEAD_AFTER` second
 not count as death, because the thread keeps running.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

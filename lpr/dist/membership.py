@@ -13,8 +13,6 @@ mesh. At the first collective that completed on *no* rank, all survivors are at 
 The engine's view of the mesh (`rank`, `size`) changes in `adopt` only, never in the middle of a step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

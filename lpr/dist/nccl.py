@@ -4,8 +4,6 @@ By default torch's watchdog ends the process when a collective fails or takes lo
 rendezvous store to end theirs. lpr detects failed collectives itself (lpr.dist.group).
 """
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta

@@ -4,8 +4,6 @@ A rank gets torchrun's variables. RANK counts all ranks that were ever started: 
 as under torchrun, and a replacement gets a number that was never used. LOCAL_RANK is its place in the full mesh.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -10,8 +10,6 @@ write their last collective to the next epoch (`Arrival`) and wait for all membe
 that a member then proposes is the decision for all (`meet`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

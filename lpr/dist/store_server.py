@@ -4,8 +4,6 @@ Each rank inherits one end of a socket pair, its *door*. Through it the rank pas
 one per waiting thread. No port is open, so only processes that the supervisor has started can connect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -4,8 +4,6 @@ A router sees JSON, not tokens, so a key is a digest of the beginning of a promp
 the header X-LPR-Prefix of each answer, so a router can record which replica has which and needs no digest of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Counts of shared drafts, which the driver sends to the front for its metrics."""
 
-from __future__ import annotations
-
 import msgspec
 
 

@@ -6,8 +6,6 @@ the tokens as little-endian int32. Only what a suffix index uses is sent: the ta
 the output.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Flags of a service that belongs to a fleet. Imports no client library: only sharing needs one."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

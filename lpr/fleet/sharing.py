@@ -5,8 +5,6 @@ Three threads do the rest: one sends, one reads, one keeps snapshots. The step l
 store is unreachable, slow or hostile, drafts come from the outputs of this replica alone.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ that it covers), num_tokens, and a checksum of all that. A new replica learns th
 `read_to` on. A damaged snapshot, or one of another stream, costs a cold start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import queue

@@ -5,8 +5,6 @@ would read all of it into memory. Failed calls are repeated after a growing wait
 reconnect all at once.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading

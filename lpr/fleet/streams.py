@@ -4,8 +4,6 @@ Lost, late, duplicate or reordered entries change drafts, never outputs. So the 
 parse.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading

@@ -1,7 +1,5 @@
 """A transformers model that evaluates token trees: its attention, its family's shims, exact mode and its inputs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -3,8 +3,6 @@
 EagerForward calls the model. `graphs.GraphForward` replays captured calls, possibly of a CompiledForward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Properties read from a model's config and class: support for trees, recurrent layers, experts, positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """K/V in 8 bits: each number is the nearest of E4M3, without scales. Pools hold bytes, which any copy knows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

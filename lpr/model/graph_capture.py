@@ -1,7 +1,5 @@
 """Capture of a program as a CUDA graph, and the check for models that cannot be captured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakSet

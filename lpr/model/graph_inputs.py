@@ -6,8 +6,6 @@ between two steps of one shape are in one block of int32 words: tokens, position
 sampling parameters. A dense mask, if needed, is made from the bits on the device, as part of the graph.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ they never run at the same time, and a step's results are copied away, in stream
 that are not captured are evaluated directly, with the same results.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

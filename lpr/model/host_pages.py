@@ -1,7 +1,5 @@
 """Pages of a KV cache in host memory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from math import prod

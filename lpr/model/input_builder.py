@@ -5,8 +5,6 @@ the left. Padded inputs are one block, [B, T] for the model. Packed inputs are o
 single row [1, N] of the model without padding; only attention separates them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import lcm
 

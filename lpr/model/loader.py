@@ -1,7 +1,5 @@
 """Loading a model, its tokenizer and its end-of-text tokens; every error is one line."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterable, Iterator

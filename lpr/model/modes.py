@@ -1,7 +1,5 @@
 """torch modes of the caller that would change a step's tensors or results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps

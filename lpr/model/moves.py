@@ -1,7 +1,5 @@
 """Moves of KV cache rows by a commit, in all layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 

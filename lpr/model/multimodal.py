@@ -5,8 +5,6 @@ is kept, so transformers maps the checkpoint's keys, quantisation and tensor par
 that text does not pass through are neither allocated nor read.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable, Iterator

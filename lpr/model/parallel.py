@@ -6,8 +6,6 @@ become plain modules (lpr.model.rewrite.sharded_layers). Both backends may silen
 shape is checked after loading.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -3,8 +3,6 @@
 Memory used before the K/V cache is sized, and memory that steps need beside it. *Estimated* values were not measured.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any

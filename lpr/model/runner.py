@@ -1,7 +1,5 @@
 """The model as an engine calls it: an adapter, a forward strategy, a sampler and a KV cache."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ every model evaluates two small trees, with a compaction between them, and the l
 forwards of every root-to-node path. Three sequences of unequal shapes decide if batches are packed or padded.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ Recurrent layers have one state of a sequence instead of rows. A pass reads scra
 own at the end of the sequence and advance by what each pass has evaluated of the draft; the model's stay as they are.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

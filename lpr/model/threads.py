@@ -1,7 +1,5 @@
 """Runs the C++ extension's loops, without the GIL, on torch's threads."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable

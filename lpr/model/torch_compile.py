@@ -6,8 +6,6 @@ two to compile for a model of 32 layers; a later start reads it from disk. The c
 are operators of the graph. Only captured steps are compiled; if the compiler fails, they run uncompiled.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from contextlib import AbstractContextManager

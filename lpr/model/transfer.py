@@ -1,7 +1,5 @@
 """Asynchronous copies from host to device: a step's one synchronisation is reading its gathered results."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Differences between the supported versions of transformers (5.17 to 5.24); no other module checks versions."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator

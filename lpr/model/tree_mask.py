@@ -1,7 +1,5 @@
 """The tree's attention mask as one bit per pair of entries, for GPU kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

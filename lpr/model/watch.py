@@ -5,8 +5,6 @@ are wrong. Compares `_version` (incremented by in-place operations), addresses, 
 because writes to `.data` are not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Weights, K/V and payload are exact: they follow from the shapes of the loader, t
 memory of a GPU is computed as in the engine (lpr.model.reserve).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

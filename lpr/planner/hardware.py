@@ -12,8 +12,6 @@ host NCCL's tree is a chain, so its hops count like a ring's; between hosts it i
 not included (lpr.planner.prediction).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ other runs are the check (tests/planner/test_prediction.py). Every uncertain inp
 effects are added as squares of logarithms, as for independent errors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ agreement of a copy's choices and the step times of lpr.planner.prediction. Erro
 of several copies only the first is modelled.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

@@ -7,8 +7,6 @@ hold the same pages. Pages with known tokens that no running request holds are t
 Pure, and replicated: every rank keeps the tables of all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic

@@ -6,8 +6,6 @@ of its share when it begins, and the difference to its real number when it ends.
 at the clock of the latest admission: idle time earns no credit.
 """
 
-from __future__ import annotations
-
 from typing import Generic
 
 from lpr.sched.limits import R

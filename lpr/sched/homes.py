@@ -8,8 +8,6 @@ and joins the request with the greatest speedup; requests that miss their time p
 request all ranks work on its tree.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Operations on a rank's pages and states before a step, decided by the replicated scheduler."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -6,8 +6,6 @@ section 3, with pages for edges). An evicted page is copied to host memory, if t
 request of the tenant, preempted or new, begins with its tokens. Host memory evicts the least recently used page, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 

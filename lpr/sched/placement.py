@@ -5,8 +5,6 @@ the request a slot and computes its pending chain beside other work; it becomes 
 Each rank has its own pages (lpr.sched.block_tables). Pure, and replicated on every rank.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Among several waiting shares (API keys), the one with the least clock comes firs
 share, requests are ordered by arrival time, shifted by priority.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections import Counter

@@ -5,8 +5,6 @@ There is no prefill and no decode phase: a request has a pending chain, the toke
 chain longer than a tree is computed in chunks (chunked prefill); otherwise the request decodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic

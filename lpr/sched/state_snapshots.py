@@ -4,8 +4,6 @@ The K/V of a prefix is useless without the recurrent states after it. A rank kee
 prefix tree: after the last full page of a prompt and after a whole output. Pure, and replicated like the pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """`python -m lpr.serve`, alone or under torchrun: the front process, or one of the ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import importlib

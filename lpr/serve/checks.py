@@ -1,7 +1,5 @@
 """Validation of clients' bodies, and the tasks of the sandbox process that runs it (lpr.serve.sandboxed)."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from functools import cache

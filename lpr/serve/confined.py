@@ -1,7 +1,5 @@
 """Confinement of lpr.serve.sandboxed on Linux: no new privileges, no network, no access to other processes."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

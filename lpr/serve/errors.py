@@ -1,7 +1,5 @@
 """Errors in OpenAI's shape: HTTP status, and a body with message, type, param and code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Every token of every stream passes through it, on a core that may also compute. 
 take two tasks and three more event-loop turns per token.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable

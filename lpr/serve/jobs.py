@@ -6,8 +6,6 @@ ranks died, twice in a row, fails as the cause; the others continue. Two deaths 
 other reasons shortly after a start. A request that makes progress never fails.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Starts the ranks, detects that they hang, and restarts them when all are lost."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -4,8 +4,6 @@ Other modules take their numbers from here. docs/security.md shows the table, an
 for each entry.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from lpr.sched.queue import MOST_PRIORITY

@@ -1,7 +1,5 @@
 """The front's view of the driver and its ranks: readiness, served model, load."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ message is a tagged struct in msgpack, preceded by its length (4 bytes, big-endi
 lpr.protocol. A chunk carries its offsets in the output: after a change of drivers the front cuts off what it has.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

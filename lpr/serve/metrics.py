@@ -1,7 +1,5 @@
 """Prometheus metrics: vLLM's names and labels, so that its dashboards work, and lpr's own, of a service and a fleet."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Flags of `python -m lpr.serve`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ asyncio's own servers have no connection limit, do not expose unfinished TLS han
 descriptors.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -3,8 +3,6 @@
 The front imports it after it has started the ranks, because the import takes 0.5 s.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

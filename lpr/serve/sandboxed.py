@@ -9,8 +9,6 @@ On Linux the process has no new privileges and, if user namespaces are allowed, 
 files, open connections, or start, signal or read other processes (lpr.serve.confined).
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

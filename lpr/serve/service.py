@@ -4,8 +4,6 @@ Every request is sent to the driver at once: the engine's queue orders all waiti
 front records which requests have a slot, and each one's output so far.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

@@ -1,7 +1,5 @@
 """A stderr that never blocks, even if its reader has stopped or the disk is full."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

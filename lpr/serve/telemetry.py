@@ -1,7 +1,5 @@
 """OpenTelemetry spans of requests, by the conventions for generative AI; an extra: pip install 'lpr[otel]'."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Fair sharing of the few workers (threads or processes) between API keys."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, defaultdict

@@ -3,8 +3,6 @@
 SGLang loads `register` by the entry point `sglang.srt.plugins` of lpr's installation, in each of its processes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 NAME = "LPR"

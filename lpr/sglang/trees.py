@@ -1,7 +1,5 @@
 """Draft trees for a batch of another engine's requests, by request id."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 

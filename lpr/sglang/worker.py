@@ -4,8 +4,6 @@ SGLang verifies the trees in one forward, moves the accepted KV entries and appl
 Each tensor-parallel rank drafts the same trees from the same texts, without communication.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

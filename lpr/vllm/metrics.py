@@ -3,8 +3,6 @@
 vLLM's server reads those of its own processes only, so these have a port of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server

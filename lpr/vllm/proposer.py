@@ -5,8 +5,6 @@ verifies the drafts by its own rejection sampling, so they change the number of 
 disables async scheduling for such proposers, and uses the drafts of one rank on all ranks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ their order. A request without a row has finished, was aborted, or is preempted;
 it resumes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

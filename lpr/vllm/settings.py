@@ -1,7 +1,5 @@
 """The settings of lpr inside vLLM: the object `lpr` in vLLM's `--additional-config`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

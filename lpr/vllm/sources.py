@@ -4,8 +4,6 @@ vLLM gives a proposer neither a request's key nor its cache_salt. If users must 
 decoding speed, set `share` to "none", or to the number of leading prompt tokens that only they know.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import secrets

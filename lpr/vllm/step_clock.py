@@ -9,8 +9,6 @@ without drafts: vLLM does more work if there are tokens to verify. Some of these
 that their times are measured too. Later steps correct the line (`StepTimesTracker`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The backends of tree attention in order of preference, and the choice among them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum

@@ -3,8 +3,6 @@
 Without the C++ extension (native/attention.h) the slow `_attend_entry` is used; its bits differ from those of C++.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

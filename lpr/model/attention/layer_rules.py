@@ -4,8 +4,6 @@ In a step the mask function returns the rule of a layer kind: a sliding window, 
 from the model's own mask function if that consists of known parts; otherwise a dense mask is built, as for "lpr_tree".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Keys and values are read once for all entries of a sequence and all heads of a g
 built. In exact mode each entry walks its own path (native/attention.h), in the order of positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ The model's own indexer selects. In a step it gets the dense mask of the tree, w
 top-k. Its keys are stored in the KV cache like those of a layer, so a commit moves them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Attention by the Triton kernels, as implementations of transformers, over trees that are given as bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any

@@ -7,8 +7,6 @@ Writing a cache at the start delays the first answer by about a second per 2 GB.
 first use makes the first prompts 1.4 times as slow. So `zeros` populates the pages in a background thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

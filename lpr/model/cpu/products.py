@@ -1,7 +1,5 @@
 """Linear layers whose weights are laid out at load for products in C++; projections of one input share a layout."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ In a float32 model, weights that are exact in bfloat16 are stored in bfloat16 an
 rows is bound by reading weights.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

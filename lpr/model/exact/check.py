@@ -5,8 +5,6 @@ tests products when a model is loaded: with MKL and AVX2 a float32 row has the s
 lpr's own products for every M.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial

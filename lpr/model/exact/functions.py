@@ -4,8 +4,6 @@ PyTorch computes exponentials differently after the last whole vector and at the
 a weight outside PyTorch's layers, such as a router's or an expert's, has as many rows as the model's code passes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

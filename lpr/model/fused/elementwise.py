@@ -4,8 +4,6 @@ Tensors have DTYPES and a contiguous last dimension; the callers ensure this (lp
 precision results are rounded where the modules of transformers round.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from functools import cache
 from importlib import import_module

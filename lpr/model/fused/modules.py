@@ -3,8 +3,6 @@
 A replacement is used in steps only; outside a step the module's own forward runs, and the self-check compares the two.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

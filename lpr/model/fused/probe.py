@@ -7,8 +7,6 @@ operators lie between stand-ins. A forward that raises or differs is not recogni
 self-check covers values that are not tried here.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -12,8 +12,6 @@ A head may restrict its guesses to a draft vocabulary of frequent tokens (FR-Spe
 2025): in a small model with a large vocabulary most of a guess's time is the output head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """An MTP layer as a module: one decoder layer of the model's own class, fed with hidden states and embeddings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

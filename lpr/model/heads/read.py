@@ -1,7 +1,5 @@
 """Reading an MTP layer from a checkpoint by its keys: transformers drops them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

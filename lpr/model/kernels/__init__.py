@@ -3,8 +3,6 @@
 The `_kernel` modules launch the device code of the `_code` modules.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

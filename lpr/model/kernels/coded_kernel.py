@@ -1,7 +1,5 @@
 """Products of few rows with the weights of low-bit checkpoints as a Triton kernel, which reads the codes alone."""
 
-from __future__ import annotations
-
 import math
 
 import torch

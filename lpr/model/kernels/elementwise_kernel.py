@@ -3,8 +3,6 @@
 The functions are those of lpr.model.fused.elementwise, on a GPU or interpreted.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 from torch import Tensor

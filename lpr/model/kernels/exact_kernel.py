@@ -5,8 +5,6 @@ blocks of keys and their splits, by absolute position; and the order in which th
 along each entry's path, so a block has the same keys as in plain decoding.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ token that the noise prefers. `specification.pick` is the specification. Logarit
 near tie may be decided differently than on a CPU, but not differently for another shape of step.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 from torch import Tensor

@@ -9,8 +9,6 @@ solved by forward substitution, all entries of a depth at once. Powers of the sy
 but lose all digits in float32 for equal keys along a chain of 64: the powers grow like binomial coefficients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

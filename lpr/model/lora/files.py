@@ -4,8 +4,6 @@ Every config field that affects PEFT's computation is supported or refused by na
 config names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Loading an adapter into a model, and the check that its steps compute what PEFT would."""
 
-from __future__ import annotations
-
 import torch
 
 from lpr.config import InputError

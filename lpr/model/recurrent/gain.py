@@ -1,7 +1,5 @@
 """Amplifies recurrent layers for the self-check: as initialised they add almost nothing, which would hide errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

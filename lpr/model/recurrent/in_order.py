@@ -4,8 +4,6 @@ So an entry has the same bits in every tree, chunk and batch, and a state depend
 is evaluated in C++ (native/recurrence.h) or, without the extension, by torch; the bits of the two differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A call of the model is one launch, including norms, step sizes and gates besides
 layer is one more. Steps without bits (attention other than 'triton') use the torch forms on any device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Qwen 4's embeddings of hashed n-grams, and a convolution with gaps over them, along the paths of a tree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The layout of a step's rows in the inputs of a recurrent layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -5,8 +5,6 @@ replaces these names by functions that look for the running step. In a step they
 its cache; outside one they call transformers' own. No model family is named here.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ All tensors are float32 except those of `convolve`. Shapes: B rows, n entries, H
 Padding entries have decay 0 and write nothing (`Rule.padding`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product

@@ -5,8 +5,6 @@ output projection is all-reduced. A Mamba 2 layer shares B and C among the heads
 ranks, several ranks share a group, and its norm's variance is summed over them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The rewrite that compiles the steps of a model with torch.compile."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ Every module keeps its name, parameters and shape. Tensor-parallel ranks merge t
 modules, and types other than `nn.Linear`, are not merged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ place, and its read buffer is reused by the next one, so besides the weights onl
 `merged_linear` then finds contiguous weights and copies nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 The two differ once a step's nodes branch. Each rewrite replaces one function and has no effect outside a step.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -5,8 +5,6 @@ not trace. Here the shard is the parameter, and the module calls the collective:
 collective into the one graph of a step, as in gpt-fast. The results are the same.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -6,8 +6,6 @@
 keeps its modules and names.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

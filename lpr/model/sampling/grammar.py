@@ -3,8 +3,6 @@
 The processor is a function of its arguments: it rolls back to where a path leaves the last one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import resource
 import time

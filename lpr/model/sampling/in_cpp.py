@@ -3,8 +3,6 @@
 Rows in which rounding could decide (about 2 in 100,000) are computed by the specification itself.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

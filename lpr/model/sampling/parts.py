@@ -5,8 +5,6 @@ tokens and the sum of its weights. The best over all ranks is the token that `ch
 row. Full logits are gathered for top-k, top-p and min-p, for log-probabilities and for processors.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """From a step's logits to its results: the chosen tokens, the most likely ones and log-probabilities."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

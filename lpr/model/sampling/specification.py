@@ -3,8 +3,6 @@
 Its noise is a pure function of (seed, position, token id), from the same integers on every device.
 """
 
-from __future__ import annotations
-
 import torch
 
 from lpr.core.accept import NOT_A_NUMBER

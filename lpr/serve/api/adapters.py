@@ -1,7 +1,5 @@
 """Endpoints that load and unload LoRA adapters, under vLLM's paths; only with --allow-runtime-lora-updating."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 

@@ -1,7 +1,5 @@
 """Sends an answer as a whole or as a stream of server-sent events; the endpoint's form determines its shape."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The HTTP application: routes, errors and middleware."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response

@@ -1,7 +1,5 @@
 """Answers that consist of blocks (thoughts, texts, calls); a stream has events for a block's start, deltas and end."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`POST /v1/chat/completions`: conversations, through the model's own template."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`POST /v1/completions`, and what DeepSeek and Mistral call it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any

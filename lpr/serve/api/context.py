@@ -1,7 +1,5 @@
 """The state that every endpoint uses."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`POST /infill`, llama.cpp's endpoint for editors: the text between a prefix and a suffix, at every keystroke."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

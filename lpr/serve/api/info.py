@@ -1,7 +1,5 @@
 """Further endpoints: models, tokens, health, metrics, cancelling, and the page."""
 
-from __future__ import annotations
-
 import re
 from base64 import b64encode
 from functools import cache

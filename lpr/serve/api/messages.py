@@ -1,7 +1,5 @@
 """`POST /v1/messages`, Anthropic's API, and the count of its tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any

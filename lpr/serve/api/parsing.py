@@ -1,8 +1,6 @@
 """Request bodies: short ones are parsed here and validated by FastAPI; long ones are parsed and validated by another
 process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, get_type_hints
 

@@ -1,7 +1,5 @@
 """Incremental parsing of one choice's reply: the pieces of each step, and calls in the shape of chats."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b

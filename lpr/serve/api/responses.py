@@ -1,7 +1,5 @@
 """`POST /v1/responses`, OpenAI's API for agents, without what a service would have to store."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any

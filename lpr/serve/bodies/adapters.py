@@ -1,7 +1,5 @@
 """Bodies of the endpoints for adapters, with vLLM's names."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

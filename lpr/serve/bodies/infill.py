@@ -1,7 +1,5 @@
 """Bodies of what editors ask for: llama.cpp's `/infill`, and Mistral's completions."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -3,8 +3,6 @@
 Only the classes of lpr.serve.bodies are made of such bytes, whatever has written them.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

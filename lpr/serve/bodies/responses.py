@@ -1,7 +1,5 @@
 """The body of OpenAI's `POST /v1/responses`, and the chat that it asks for. Nothing is stored between requests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 

@@ -1,7 +1,5 @@
 """The ranks' side of the service: their processes, the driver on rank 0 and its line to the front."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -4,8 +4,6 @@ One thread reads it, another writes it and sends a pulse every second, so that a
 each other. Only the main thread uses the engine. This module does not import torch: rank 0 connects before it loads it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -1,7 +1,5 @@
 """One rank of a service. Rank 0 reports to the front before it loads torch."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

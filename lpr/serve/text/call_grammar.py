@@ -1,7 +1,5 @@
 """Grammars, in llguidance's Lark form, of replies with calls of declared tools."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

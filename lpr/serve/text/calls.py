@@ -6,8 +6,6 @@ does this: transformers' `utils.chat_parsing` imports transformers and needs a r
 openai-harmony supports one family; extractions of SGLang's parsers pin transformers.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

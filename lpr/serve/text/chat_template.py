@@ -1,7 +1,5 @@
 """Chat prompts from a model's own Jinja template, rendered as transformers renders it, in a sandbox."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Mapping, Sequence

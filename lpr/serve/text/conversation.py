@@ -1,7 +1,5 @@
 """Renders the prompt of a conversation: in the front if it is short and simple, else in a sandbox process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

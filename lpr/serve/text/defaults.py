@@ -1,7 +1,5 @@
 """Sampling parameters of requests that leave them out: vLLM's `--generation-config` and its override."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ share markers differ in the tokens for files and repositories. `prefix`, `suffix
 prefix, suffix, middle, "spm" puts the suffix first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

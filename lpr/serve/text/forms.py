@@ -5,8 +5,6 @@ object with a name and arguments, a list of these, a name and JSON, a name and t
 begins like a call but cannot be parsed as one remains text, unchanged.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@
 It performs the ranks' operations with a quarter of their stack: a grammar that succeeds here succeeds there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

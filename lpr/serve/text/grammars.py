@@ -1,7 +1,5 @@
 """Clients' grammars, each compiled once in a sandbox process, so that none can crash or block the front."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

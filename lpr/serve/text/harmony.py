@@ -1,7 +1,5 @@
 """Replies of gpt-oss, whose messages have a channel and, if they are calls, a recipient."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

@@ -7,8 +7,6 @@ that delete characters. Unicode's compositions make one character of at most fou
 around them have spaces left out of the count.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import string

@@ -3,8 +3,6 @@
 The parsers in lpr.serve.text.forms are composed of steps of a reader and of lpr.serve.text.scanner.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

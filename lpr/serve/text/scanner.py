@@ -5,8 +5,6 @@ does not depend on where a stream was cut. Time is linear: a scanner continues w
 attempt at most REREAD characters are read again.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Generator

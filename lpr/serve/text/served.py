@@ -1,7 +1,5 @@
 """The served model in the front: facts, tokenizer and templates; and the SamplingParams of a body."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ tokenises instead of the driver, because a long prompt would delay the driver's 
 a request's length.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import cached_property

@@ -4,8 +4,6 @@ A value that matches the schema is unchanged. Otherwise it is converted if some 
 integer, `True` for a boolean, a number for a string. If there is none, it is unchanged.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

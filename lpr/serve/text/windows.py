@@ -5,8 +5,6 @@ agents (whole files, search and replace) start with a line that also precedes th
 index finds them: a fenced block as prediction gained nothing (dev/LOG.md).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 _CURSORS = ("<|user_cursor|>", "<|user_cursor_is_here|>", "<|cursor|>")
