@@ -7,8 +7,14 @@ import json
 import os
 import stat
 import uuid
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO
+
+
+def asset(name: str) -> Path:
+    """The path of a file that comes with lpr, by its name in lpr/assets."""
+    return Path(str(files("lpr") / "assets" / name))
 
 
 def replace_file(path: Path, data: bytes, *, probe: bool = False, private: bool = False) -> None:

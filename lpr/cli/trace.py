@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from lpr.engine.hooks import StepHooks
 from lpr.engine.outcomes import Outcome
 from lpr.engine.request import Request
 from lpr.engine.text import TextStream, decoder_of
-from lpr.files import replace_file
+from lpr.files import asset, replace_file
 from lpr.native import Conclusion
 from lpr.protocol import Chunk
 
@@ -142,7 +141,7 @@ def labels(engine: Engine) -> Callable[[int], str]:
 
 def page(data: Json) -> str:
     """The trace as self-contained HTML, with escaped text."""
-    template = (files("lpr") / "assets" / "trace.html").read_text(encoding="utf-8")
+    template = asset("trace.html").read_text(encoding="utf-8")
     return template.replace(PLACEHOLDER, json.dumps(data).replace("<", "\\u003c"), 1)
 
 

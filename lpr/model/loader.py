@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from lpr.config import InputError, first_line
 from lpr.core.digest import digest_of
+from lpr.files import asset
 from lpr.model.families import position_limit
 from lpr.model.heads.head import DraftHead
 from lpr.model.heads.read import read_head
@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def bundled_model() -> str:
     """Folder of the small code model that comes with lpr."""
-    return str(files("lpr") / "assets" / "bundled")
+    return str(asset("bundled"))
 
 
 @dataclass

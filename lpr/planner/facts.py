@@ -12,7 +12,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from lpr.config import DecodeConfig, InputError, first_line
+from lpr.files import asset
 from lpr.model.adapter import Adapter
 from lpr.model.families import refusal
 from lpr.model.kv_cache import KVCache
@@ -309,20 +309,16 @@ class Planned:
 
 
 def preset_names() -> list[str]:
-    return sorted(path.stem for path in package_file("models").glob("*.toml"))
+    return sorted(path.stem for path in asset("models").glob("*.toml"))
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    return tomllib.loads(package_file(f"models/{name}.toml").read_text(encoding="utf-8"))
-
-
-def package_file(name: str) -> Path:
-    return Path(str(files("lpr") / "assets" / name))
+    return tomllib.loads(asset(f"models/{name}.toml").read_text(encoding="utf-8"))
 
 
 def measured_values() -> Any:
     """Measured acceptance and host times, which predictions start from (`source` in it names the commits)."""
-    return json.loads(package_file("measured.json").read_text(encoding="utf-8"))
+    return json.loads(asset("measured.json").read_text(encoding="utf-8"))
 
 
 def resolve(source: str) -> Planned:

@@ -14,11 +14,13 @@ not included (lpr.planner.prediction).
 
 import math
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lpr.config import InputError
+from lpr.files import asset
 
 
 @dataclass(frozen=True)
@@ -30,24 +32,8 @@ class Link:
     bandwidth: float  # bytes per second that one GPU can send while it receives as much
 
 
-LINKS = {
-    link.name: link
-    for link in (
-        # A100: 12 NVLinks of 25 GB/s each way (data sheet: 600 GB/s both ways); NCCL counts on 235 of these 300.
-        Link("nvlink-a100", 0, 235e9),
-        # H100: 18 links, 450 GB/s each way (data sheet: 900 both ways); the same share of it as on the A100.
-        Link("nvlink-h100", 0, 352e9),
-        # B200: 900 GB/s each way (data sheet: 1.8 TB/s both ways); the same share of it.
-        Link("nvlink-b200", 0, 705e9),
-        # Sixteen lanes: 16 GT/s with 128b/130b make 31.5 GB/s each way (PCIe 4.0), 63 GB/s (PCIe 5.0); about 80 % is
-        # left after packet headers.
-        Link("pcie4", 1, 25e9),
-        Link("pcie5", 1, 50e9),
-        # One adapter per GPU: 200 Gbit/s (HDR) and 400 Gbit/s (NDR), 25 and 50 GB/s; about 90 % of it for payload.
-        Link("ib-hdr", 2, 22e9),
-        Link("ib-ndr", 2, 45e9),
-    )
-}
+_TABLE = tomllib.loads(asset("hardware.toml").read_text(encoding="utf-8"))
+LINKS = {row["name"]: Link(**row) for row in _TABLE["link"]}
 
 
 class _Protocol(NamedTuple):
@@ -121,21 +107,10 @@ class Gpu:
     memory: int  # bytes that a program can have; data sheets count in powers of ten or two, nvidia-smi shows these
     bandwidth: float  # bytes per second of its memory, by the data sheet
     flops: float  # dense bf16 floating point operations per second, by the data sheet
-    link: str  # what usually joins several of them inside a host; names of lpr.planner.hardware
+    link: str  # what usually joins several of them inside a host; a name of LINKS
 
 
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("a100-80gb", 80 * GIB, 2039e9, 312e12, "nvlink-a100"),
-        Gpu("a100-40gb", 40 * GIB, 1555e9, 312e12, "nvlink-a100"),
-        Gpu("h100", 80 * GIB, 3350e9, 989e12, "nvlink-h100"),
-        Gpu("h200", 140 * GIB, 4800e9, 989e12, "nvlink-h100"),
-        Gpu("b200", 178 * GIB, 8000e9, 2250e12, "nvlink-b200"),
-        Gpu("l40s", 45 * GIB, 864e9, 362e12, "pcie4"),
-        Gpu("a10", 22 * GIB, 600e9, 125e12, "pcie4"),
-    )
-}
+GPUS = {row["name"]: Gpu(**{**row, "memory": row["memory"] * GIB}) for row in _TABLE["gpu"]}
 DEFAULT_GPU = "a100-80gb"  # the machine of the lookahead decoding paper
 
 

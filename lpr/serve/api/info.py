@@ -4,7 +4,6 @@ import re
 from base64 import b64encode
 from functools import cache
 from hashlib import sha256
-from importlib.resources import files
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import lpr
+from lpr.files import asset
 from lpr.protocol import ErrorCode
 from lpr.serve import limits
 from lpr.serve.api.chat import chat_ids
@@ -165,7 +165,7 @@ async def page() -> HTMLResponse:
 @cache
 def _page() -> tuple[str, int, dict[str, str]]:
     """The page, its status, and headers: a browser runs its own script only, and shows it in no other page."""
-    text = (files("lpr") / "assets" / "serve.html").read_text(encoding="utf-8")
+    text = asset("serve.html").read_text(encoding="utf-8")
     script, style = (
         " ".join(f"'sha256-{b64encode(sha256(part.encode()).digest()).decode()}'" for part in parts)
         for parts in (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))

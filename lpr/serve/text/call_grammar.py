@@ -23,7 +23,7 @@ class CallGrammar:
         """An expression for calls of `tools`, more than one if `several`."""
         one = " | ".join(self._call(format, name, schema) for name, schema in tools.items())
         self._rules.append(f"call: {one}")
-        more = f"({self._text(format.between)} call)*" if several and format.between is not None else ""
+        more = f"({self._text(format.between)} call)*" if several and not format.is_single else ""
         before, after = map(self._text, format.around)
         return f"{before} call {more} {after}"
 

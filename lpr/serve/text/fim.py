@@ -1,14 +1,17 @@
 """Fill-in-the-middle prompts of each family of code models, found by its special tokens.
 
-A model belongs to the first row of `FAMILIES` whose three markers (two for Mistral) are in its vocabulary. Rows that
-share markers differ in the tokens for files and repositories. `prefix`, `suffix`, `middle` are token names; "psm" is
-prefix, suffix, middle, "spm" puts the suffix first.
+A model belongs to the first family of lpr/assets/fim.toml whose three markers (two for Mistral) are in its vocabulary.
+Families that share markers differ in the tokens for files and repositories. `prefix`, `suffix`, `middle` are token
+names; "psm" is prefix, suffix, middle, "spm" puts the suffix first.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
+from lpr.files import asset
 from lpr.serve.text.tokens import Tokens
 
 
@@ -19,7 +22,7 @@ class Family:
     name: str
     prefix: str
     suffix: str
-    middle: str | None  # None: the prefix comes last, and the model continues it
+    middle: str | None = None  # None: the prefix comes last, and the model continues it
     source: str  # where the order and the tokens are documented
     order: Literal["psm", "spm"] = "psm"
     repository: str | None = None  # token before the repository's name
@@ -30,86 +33,8 @@ class Family:
     bare_suffix: bool = False  # the suffix is encoded without the leading space that SentencePiece invents
 
 
-FAMILIES = (
-    Family(
-        name="codegemma", prefix="<|fim_prefix|>", suffix="<|fim_suffix|>", middle="<|fim_middle|>",
-        file="<|file_separator|>", needs=("<|file_separator|>",), ends=("<|file_separator|>",),
-        source="https://huggingface.co/google/codegemma-7b (Usage: code completion); arXiv 2406.11409, section 2",
-    ),
-    Family(
-        name="qwen-coder", prefix="<|fim_prefix|>", suffix="<|fim_suffix|>", middle="<|fim_middle|>",
-        repository="<|repo_name|>", file="<|file_sep|>", needs=("<|repo_name|>", "<|file_sep|>"),
-        ends=("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",
-              "<|im_end|>", "<|endoftext|>"),
-        source="https://github.com/QwenLM/Qwen2.5-Coder (File-level and repository-level fill-in-the-middle); "
-               "arXiv 2409.12186, section 3.2",
-    ),
-    Family(
-        name="granite-4", prefix="<|fim_prefix|>", suffix="<|fim_suffix|>", middle="<|fim_middle|>",
-        ends=("<|fim_pad|>", "<|end_of_text|>"),
-        source="https://www.ibm.com/granite/docs/models/granite (FIM)",
-    ),
-    Family(
-        name="glm", prefix="<|code_prefix|>", suffix="<|code_suffix|>", middle="<|code_middle|>",
-        ends=("<|user|>", "<|endoftext|>"),
-        source="https://huggingface.co/zai-org/GLM-4.5 (tokenizer_config.json, added tokens)",
-    ),
-    Family(
-        name="falcon-h1-coder", prefix="<|prefix|>", suffix="<|suffix|>", middle="<|middle|>",
-        source="https://huggingface.co/tiiuae/Falcon-H1-Tiny-Coder-90M (fill-in-the-middle)",
-    ),
-    Family(
-        name="seed-coder", prefix="<[fim-prefix]>", suffix="<[fim-suffix]>", middle="<[fim-middle]>", order="spm",
-        comment="<filename>{name}\n",
-        source="arXiv 2506.03524, section on fill-in-the-middle: suffix, prefix, middle",
-    ),
-    Family(
-        name="mellum", prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>", order="spm",
-        repository="<reponame>", file="<filename>", needs=("<reponame>", "<filename>", "<|im_start|>"),
-        source="https://huggingface.co/JetBrains/Mellum-4b-base; arXiv 2510.05788, section 3: S-P-M order",
-    ),
-    Family(
-        name="starcoder2", prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>",
-        repository="<repo_name>", file="<file_sep>", needs=("<repo_name>", "<file_sep>"),
-        ends=("<file_sep>", "<repo_name>", "<|endoftext|>"),
-        source="arXiv 2402.19173, section 5.1; https://huggingface.co/bigcode/starcoder2-15b",
-    ),
-    Family(  # also granite-3b..34b-code, stable-code, codeshell
-        name="starcoder", prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>",
-        repository="<reponame>", file="<filename>", needs=("<reponame>", "<filename>"),
-        ends=("<filename>", "<reponame>", "<|endoftext|>"),
-        source="arXiv 2305.06161, section 3.3 and appendix; https://huggingface.co/bigcode/starcoder; "
-               "https://huggingface.co/ibm-granite/granite-8b-code-base-4k; "
-               "https://huggingface.co/stabilityai/stable-code-3b (Fill in the Middle)",
-    ),
-    Family(  # Yi-Coder, CodeShell and others with the three markers only
-        name="fim-underscore", prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>",
-        ends=("<|endoftext|>", "<fim_pad>"),
-        source="https://huggingface.co/01-ai/Yi-Coder-9B (tokenizer); markers and order as StarCoder's",
-    ),
-    Family(
-        name="santacoder", prefix="<fim-prefix>", suffix="<fim-suffix>", middle="<fim-middle>",
-        ends=("<|endoftext|>", "<fim-pad>"),
-        source="arXiv 2301.03988, section 4; https://huggingface.co/bigcode/santacoder (Fill-in-the-middle)",
-    ),
-    Family(
-        name="deepseek-coder", prefix="<\uff5cfim\u2581begin\uff5c>", suffix="<\uff5cfim\u2581hole\uff5c>",
-        middle="<\uff5cfim\u2581end\uff5c>", comment="#{name}\n",
-        source="https://github.com/deepseek-ai/DeepSeek-Coder (Code Insertion, Repository Level Code Completion); "
-               "arXiv 2401.14196, section 3.1.2",
-    ),
-    Family(
-        name="codellama", prefix="\u2581<PRE>", suffix="\u2581<SUF>", middle="\u2581<MID>",
-        ends=("\u2581<EOT>",), bare_suffix=True,
-        source="https://github.com/meta-llama/codellama (llama/generation.py, infilling_prompt_tokens); "
-               "arXiv 2308.12950, section 2.3",
-    ),
-    Family(
-        name="codestral", prefix="[PREFIX]", suffix="[SUFFIX]", middle=None, order="spm",
-        comment="+++++ {name}\n", bare_suffix=True,
-        source="https://github.com/mistralai/mistral-common (encode_fim): suffix, prefix, and no middle marker",
-    ),
-)  # fmt: skip
+_TABLE = msgspec.toml.decode(asset("fim.toml").read_bytes(), type=dict[Literal["family"], tuple[Family, ...]])
+FAMILIES = _TABLE["family"]
 
 
 @dataclass(frozen=True)

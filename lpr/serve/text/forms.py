@@ -62,7 +62,8 @@ class Format:
     call: tuple[str, str]  # what is written before and after a call's arguments; {name} stands for the function's name
     around: tuple[str, str] = ("", "")  # what is written before the first call and after the last
     text: str = ""  # what is written before text
-    between: str | None = ""  # None: a reply has one call
+    between: str = ""  # what is written between calls
+    is_single: bool = False  # a reply has one call
     tags: Tags | None = None  # how arguments are written; None: as JSON
     opens: tuple[str, ...] = ()  # what begins calls in a reply that may be text as well
     closes: tuple[str, ...] = ()  # what ends them, and says nothing else
