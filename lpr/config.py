@@ -39,6 +39,11 @@ def first_line(failure: BaseException | str) -> str:
     return lines[0] if lines else type(failure).__name__
 
 
+def named_line(failure: Exception) -> str:
+    """The type and the first line of an error, at most 300 characters."""
+    return f"{type(failure).__name__}: {first_line(failure)}"[:300]
+
+
 def read_text(path: Path, what: str) -> str:
     """The text of a file in UTF-8, with or without a byte order mark; raises InputError, which says `what` it is."""
     try:

@@ -4,11 +4,9 @@ The engine's command log (lpr.engine.commands) and the service's socket (lpr.ser
 torch here: the front must not load it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -86,7 +84,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     predicted: tuple[int, int] = (0, 0)  # tokens drafted from the prediction so far, and those of them in the output
 
     @classmethod
-    def of(cls, prompt_ids: list[int], params: SamplingParams, delivered: Sequence[int] = (), **fields: Any) -> Submit:
+    def of(cls, prompt_ids: list[int], params: SamplingParams, delivered: Sequence[int] = (), **fields: Any) -> Self:
         """A request that has no number yet, with the output `delivered` so far."""
         tokens = [*prompt_ids, *delivered] if delivered else prompt_ids
         return cls(0, tokens, params, len(prompt_ids), **fields)
@@ -159,7 +157,7 @@ class Chunk(msgspec.Struct, array_like=True):
     predicted: tuple[int, int] = (0, 0)
     """As in Submit, up to the end of this chunk."""
 
-    def after(self, num_tokens: int, num_characters: int) -> Chunk:
+    def after(self, num_tokens: int, num_characters: int) -> Self:
         """The part behind so many delivered tokens and characters; raises ProtocolError if the chunk begins later."""
         cut, cut_text = num_tokens - self.start, num_characters - self.start_character
         if (self.token_ids and cut < 0) or (self.text and cut_text < 0):

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from lpr.config import InputError
 
@@ -67,3 +68,11 @@ def rank_environment(
         "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", DOOR: str(door), SUPERVISED: str(os.getpid()),
     }  # fmt: skip
+
+
+def process_state(pid: int) -> str:
+    """The state of a process as `ps` shows it, one letter; empty without such a process or without /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,13 +1,11 @@
 """A rank's access to the store of its supervisor (lpr.dist.store_server)."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import torch.distributed as dist
@@ -64,7 +62,7 @@ class PrivateStore(dist.Store):
     def num_keys(self) -> int:
         return int(self._ask(Request("count")))
 
-    def clone(self) -> PrivateStore:
+    def clone(self) -> Self:
         """This store itself: it is thread-safe."""
         return self
 

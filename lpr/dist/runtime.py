@@ -1,7 +1,5 @@
 """Reads the launcher's environment and joins the mesh; no other module does."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -15,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -52,7 +50,7 @@ class World:
     has_agent_store: bool = False  # True if the launcher, and not rank 0, holds the rendezvous store
 
     @classmethod
-    def from_environment(cls) -> World:
+    def from_environment(cls) -> Self:
         """Read torchrun's variables (RANK, WORLD_SIZE, ...); a world of one unless a rank and an address are set.
 
         WORLD_SIZE or LOCAL_RANK alone are ignored: compose files, schedulers and notebooks leave them set. Raises

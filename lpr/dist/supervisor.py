@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpr.dist.places import die_with_parent, rank_environment
+from lpr.dist.places import die_with_parent, process_state, rank_environment
 from lpr.dist.store_server import StoreServer
 
 if TYPE_CHECKING:
@@ -285,14 +285,6 @@ class Supervisor:
                 replica.signal(number)
             elif replica.number >= self.num_replicas and not replica.is_ready:
                 replica.signal(signal.SIGKILL)  # it loads for a job that is over
-
-
-def process_state(pid: int) -> str:
-    """The state of a process as `ps` shows it, one letter; empty without such a process or without /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from lpr.config import InputError, first_line
+from lpr.config import InputError, first_line, named_line
 from lpr.core.digest import digest_of
 from lpr.files import asset
 from lpr.model.families import position_limit
@@ -137,7 +137,7 @@ def _load(
     except torch.cuda.OutOfMemoryError as failure:
         raise InputError(lack_of_memory(f"the weights of {source!r}", where)) from failure
     except Exception as failure:  # transformers raises dozens of types here
-        raise InputError(f"cannot load a model from {source!r}: {_named(failure)}") from failure
+        raise InputError(f"cannot load a model from {source!r}: {named_line(failure)}") from failure
     if form is not None:
         end_reading(model, quantised)
     _check_weights(source, model, info)
@@ -178,7 +178,7 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, revision=revision or "main")
     except Exception as failure:  # as for models, of many types
-        raise InputError(f"cannot load the tokenizer of {source!r}: {_named(failure)}") from failure
+        raise InputError(f"cannot load the tokenizer of {source!r}: {named_line(failure)}") from failure
 
 
 def _check_folder(source: str) -> None:
@@ -208,10 +208,6 @@ def lack_of_memory(what: str, device: torch.device) -> str:
     held = torch.cuda.memory_allocated(device) / 2**30
     sizes = f"{total:.1f} GiB, of which lpr holds {held:.1f} and {free:.1f} are free"
     return f"{what} do not fit on {device}: it has {sizes}; use more GPUs with --tp, or a smaller dtype"
-
-
-def _named(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {first_line(failure)}"[:300]
 
 
 def plain_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

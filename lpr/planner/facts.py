@@ -4,8 +4,6 @@ The model is built on the meta device with all parameters of a checkpoint. Its o
 of each, and one forward on meta tensors gives its K/V. There are no formulas per model family.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tomllib
@@ -13,14 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from lpr.config import DecodeConfig, InputError, first_line
+from lpr.config import DecodeConfig, InputError, named_line
 from lpr.files import asset
 from lpr.model.adapter import Adapter
 from lpr.model.families import refusal
@@ -80,7 +78,7 @@ class KeptState:
     count: int
     parts: Parts = ()  # the parts of the first axis that are divided among ranks; empty if the state is replicated
 
-    def on(self, tp: int) -> KeptState:
+    def on(self, tp: int) -> Self:
         """The state on one of `tp` ranks."""
         return replace(self, shape=(share(self.parts, tp), *self.shape[1:])) if self.parts else self
 
@@ -169,12 +167,7 @@ def read_config(source: str) -> PretrainedConfig:
     except InputError:
         raise
     except Exception as failure:  # transformers and huggingface_hub raise dozens of types here
-        raise InputError(f"cannot read the config of {source!r}: {reason_of(failure)}") from failure
-
-
-def reason_of(failure: Exception) -> str:
-    """The type and the first line of an error, at most 300 characters."""
-    return f"{type(failure).__name__}: {first_line(failure)}"[:300]
+        raise InputError(f"cannot read the config of {source!r}: {named_line(failure)}") from failure
 
 
 def config_from(values: dict[str, Any]) -> PretrainedConfig:
@@ -201,7 +194,7 @@ def facts_of(config: PretrainedConfig, name: str) -> ModelFacts:
         reason = refusal(model)
         cache = _filled_cache(model) if reason is None else KVCache(1, 1)
     except Exception as failure:  # model code may raise any type; the config is then unusable
-        raise InputError(f"{name}: the config makes no causal LM: {reason_of(failure)}") from failure
+        raise InputError(f"{name}: the config makes no causal LM: {named_line(failure)}") from failure
     if reason is not None:
         raise InputError(f"{name}: model type {text.model_type!r} cannot run a token tree: {reason}")
     pairs = [(keys.shape[1], keys.shape[2], values.shape[2]) for keys, values in cache.layer_tensors.values()]

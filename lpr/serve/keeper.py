@@ -12,6 +12,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lpr.dist.places import process_state
 from lpr.serve.link import Link
 from lpr.serve.mesh_state import STALE_PULSE
 from lpr.serve.options import ServeArgs
@@ -167,7 +168,7 @@ class Keeper:
     def _why_hung(self, silent: float) -> str | None:
         """The reason why ranks without a message for `silent` seconds count as hung, or None."""
         mesh = self._service.mesh
-        if self._is_alone and silent > STALE_PULSE and mesh.pid is not None and _is_stopped(mesh.pid):
+        if self._is_alone and silent > STALE_PULSE and mesh.pid is not None and process_state(mesh.pid) == "T":
             return f"process {mesh.pid} does not run"
         if mesh.up:
             limit, what = SILENT_SECONDS * (1 if self._is_alone else 3), "the driver has said nothing"
@@ -187,12 +188,3 @@ def _name(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
-
-
-def _is_stopped(pid: int) -> bool:
-    """True if a process of this machine is stopped by SIGSTOP; False if that is unknown."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state == "T"

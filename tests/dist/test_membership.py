@@ -21,9 +21,9 @@ from lpr.dist import group, heartbeat, rendezvous
 from lpr.dist.comm import ProcessComm
 from lpr.dist.errors import CommError, DesyncError
 from lpr.dist.membership import Membership
-from lpr.dist.places import DOOR, rank_environment
+from lpr.dist.places import DOOR, process_state, rank_environment
 from lpr.dist.rendezvous import Arrival, Decision, Evaluated, Member, Rendezvous
-from lpr.dist.supervisor import BACKOFF, Replica, Restarts, Supervisor, process_state
+from lpr.dist.supervisor import BACKOFF, Replica, Restarts, Supervisor
 from lpr.engine.exchange import check_replica
 from lpr.model.step_inputs import Row
 from lpr.protocol import MeshError

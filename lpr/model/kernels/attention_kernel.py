@@ -7,11 +7,9 @@ or a second kernel, combines their partial softmaxes (split-KV, "Flash-Decoding"
 Milakov and Gimelshein 2018, arXiv 1805.02867). All lengths are read on the device: a launch depends on shapes only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -110,7 +108,7 @@ class Pages(NamedTuple):
     """Int32 zeros, for counting which splits have ended; of one stream. Without them a second kernel combines."""
 
     @classmethod
-    def none(cls, key: Tensor, mask: TreeMask) -> Pages:
+    def none(cls, key: Tensor, mask: TreeMask) -> Self:
         return cls(mask.num_cached[None], 0, key.shape[2])
 
     def strides(self, states: Tensor) -> tuple[int, int, int]:

@@ -1,9 +1,8 @@
 """A tree of entries, as the input of convolutions and scans."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ class Tree:
         self._windows: dict[int, Tensor] = {}
 
     @classmethod
-    def chain(cls, batch: int, count: int, device: torch.device) -> Tree:
+    def chain(cls, batch: int, count: int, device: torch.device) -> Self:
         """`count` entries per row, one after the other."""
         return cls(np.tile(np.arange(-1, count - 1), (batch, 1)), device)
 

@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lpr.model.rewrite.merged_linear import DTYPES, GROUPS
+from lpr.model.rewrite.sharded_layers import local
 
 IN_FLIGHT = 6
 """Weights on the device besides their copies: transformers reads with four threads, hands one over, one may wait."""
@@ -69,7 +70,7 @@ class Layout:
         for members in [each for parent in self._parents for each in _members(parent)]:
             self._take(members)
         self._parents.clear()
-        mine, place = _part(parameter.data), self._places.get(module, {}).pop(name, None)
+        mine, place = local(parameter.data), self._places.get(module, {}).pop(name, None)
         if place is None or (place.shape, place.dtype) != (mine.shape, mine.dtype):
             return None
         made = nn.Parameter(_like(place.copy_(mine), parameter.data), parameter.requires_grad)
@@ -82,7 +83,7 @@ class Layout:
             held: list[Any] = [getattr(each, name) for each in members]
             if any(each is None or not each.is_meta for each in held):
                 continue
-            parts = [_part(each.data) for each in held]
+            parts = [local(each.data) for each in held]
             kinds = {(each.shape[1:], each.dtype) for each in parts}
             if len(kinds) > 1 or parts[0].dtype not in DTYPES or any(map(is_traceable_wrapper_subclass, parts)):
                 continue
@@ -97,10 +98,6 @@ def _members(parent: nn.Module) -> list[list[nn.Linear]]:
     layers = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
     found = [[layers.pop(name) for name in names] for names in GROUPS if all(name in layers for name in names)]
     return found + [[layer] for layer in layers.values()]
-
-
-def _part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(part: Tensor, given: Tensor) -> Tensor:

@@ -7,11 +7,9 @@ unprocessed logits as a guess. With one rank a processor is called once per emit
 stateful. With several, each rank processes the nodes of its shard, so a processor must be a pure function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -67,7 +65,7 @@ class Processors:
         device: torch.device,
         more: Sequence[Processor] = (),
         tokenizer: Any | None = None,
-    ) -> Processors | None:
+    ) -> Self | None:
         """The processors of `params`, then `more`, in the order of transformers' `generate`; None if there are none."""
         functions: list[Processor] = []
         if params.repetition_penalty != 1.0:

@@ -1,10 +1,9 @@
 """Sampling parameters of a step, one row per result."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -43,7 +42,7 @@ class Selection:
     @classmethod
     def build(
         cls, requests: Sequence[tuple[SamplingParams, Sequence[int] | np.ndarray]], device: torch.device | None = None
-    ) -> Selection:
+    ) -> Self:
         """`requests` holds, per sequence in order, its parameters and the positions of the tokens to be chosen."""
         if not any([params.temperature > 0 for params, _ in requests]):
             return cls(torch.empty(0, dtype=torch.int32), 0, 0, sampled=False, filtered=False)
@@ -54,13 +53,13 @@ class Selection:
         filtered = any([p.temperature > 0 and bool(p.top_k or p.top_p < 1 or p.min_p) for p, _ in requests])
         return cls(torch.from_numpy(words), len(words) - 5 * count, count, True, filtered).to(device)
 
-    def to(self, device: torch.device | None) -> Selection:
+    def to(self, device: torch.device | None) -> Self:
         """This selection on `device`, by one asynchronous copy."""
         if device is None or not self.sampled or device == self.words.device:
             return self
         return replace(self, words=to_device(self.words.numpy(), device))
 
-    def from_token(self, first: int) -> Selection:
+    def from_token(self, first: int) -> Self:
         """This selection for logits whose first column is token `first`."""
         return replace(self, first_token=first)
 
@@ -102,7 +101,7 @@ class Selection:
         """The temperature and the noise key of each row; None if no row is sampled."""
         return (self.temperature, self.keys[self.key_of]) if self.sampled else None
 
-    def rows(self, index: np.ndarray) -> Selection:
+    def rows(self, index: np.ndarray) -> Self:
         """The selection of the rows `index`, in this order, each with a key of its own."""
         if not self.sampled:
             return self

@@ -1,7 +1,5 @@
 """Middleware: request ids, hosts, keys, bodies, and the access log."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac
@@ -14,7 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -54,7 +52,7 @@ class Keys:
         return names[-1] if names else None
 
     @classmethod
-    def read(cls, given: str | None, path: Path | None) -> Keys:
+    def read(cls, given: str | None, path: Path | None) -> Self:
         """Read keys separated by commas, and a file with "key", "name key" or "name key weight" per line.
 
         Raises InputError.

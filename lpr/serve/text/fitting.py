@@ -5,8 +5,6 @@ probe renders a small conversation with random words. If one of them is missing 
 tried in order, and the first one with which all words appear is kept.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -14,7 +12,7 @@ import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 
 Render = Callable[..., str]  # renders fitted messages, with `tools`; raises an error if the template refuses them
 Plain = dict[str, Any]  # a message as clients send it: content is text or a list of parts, arguments are text
@@ -50,7 +48,7 @@ class Fit:
     bare_tools: bool = False  # tools are functions without the wrapper of type "function"
     whole_tools: bool = False  # tools need a description and parameters
 
-    def varied(self) -> Iterator[Fit]:
+    def varied(self) -> Iterator[Self]:
         """This fit, and alternatives for conversations that it does not render completely."""
         yield self
         both = frozenset(("user", "assistant"))
