@@ -20,26 +20,29 @@ static_assert(kSummed * 32767 * 127 < (int64_t{1} << 31), "a sum fits");
 inline int64_t num_blocks(int64_t inputs) { return (inputs + kSummed - 1) / kSummed; }
 
 // Rounds up to kSummed values, a multiple of 16 of which lie at `from`; returns their scale, NaN if one is not finite.
+// In vectors of 8: of wider ones GCC makes comparisons one by one with AVX2.
 LPR_CLONES inline float round_values(const float* from, int64_t count, int16_t* to) {
-  Lanes most = {}, nothing = {};
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Lanes value;
+  using V = HalfLanes;
+  constexpr int kWidth = Vector<V>::kWidth;
+  V most = {}, nothing = {};
+  for (int64_t i = 0; i < count; i += kWidth) {
+    V value;
     load(value, from + i);
     nothing += value * 0.0f;
     value = value < 0.0f ? -value : value;
     most = value > most ? value : most;
   }
   float largest = 0.0f;
-  for (int i = 0; i < kLanes; i++) largest = std::max(largest, most[i]);
+  for (int i = 0; i < kWidth; i++) largest = std::max(largest, most[i]);
   float scale = largest / kMostLevels + sum_of(nothing), factor = largest > 0.0f ? kMostLevels / largest : 0.0f;
-  const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: sums end with the nearest integer
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Lanes value;
+  const V magic = V{} + 12582912.0f;  // 1.5 * 2^23: sums end with the nearest integer
+  for (int64_t i = 0; i < count; i += kWidth) {
+    V value;
     load(value, from + i);
     value = value * factor + magic;
-    LaneBits bits;
+    Vector<V>::Bits bits;
     std::memcpy(&bits, &value, sizeof(bits));
-    LaneHalves halves = __builtin_convertvector(bits, LaneHalves);  // the low ones, two's complement
+    Vector<V>::Halves halves = __builtin_convertvector(bits, Vector<V>::Halves);  // the low ones, two's complement
     std::memcpy(to + i, &halves, sizeof(halves));
   }
   return scale;

@@ -24,7 +24,7 @@
 
 namespace lpr {
 
-constexpr int LANES = 16;
+constexpr int LANES = 8;  // a register of AVX2; of a wider vector GCC makes comparisons one by one there
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words32 __attribute__((vector_size(4 * LANES)));
@@ -69,6 +69,13 @@ struct Logits {
 };
 
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+LPR_INLINE bool any_of(Ints found) {
+  uint64_t words[sizeof(Ints) / sizeof(uint64_t)], any = 0;
+  std::memcpy(words, &found, sizeof found);
+  for (uint64_t word : words) any |= word;
+  return any != 0;
+}
 
 template <typename V>
 LPR_INLINE V mixed(V x) {
@@ -141,8 +148,7 @@ LPR_INLINE void scale_row(const T* logits, int64_t size, float temperature, Scor
     for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
     to.largest[block] = largest;
   }
-  to.broken = false;
-  for (int lane = 0; lane < LANES; lane++) to.broken |= odd[lane] != 0;
+  to.broken = any_of(odd);
   auto best = std::max_element(to.largest.begin(), to.largest.end());
   to.top = *best;
   const float* begin = out + (best - to.largest.begin()) * BLOCK;
@@ -180,15 +186,13 @@ LPR_INLINE int64_t best_of(const T* row, int64_t size) {
     odd |= score != score;
     most = score > most ? score : most;
   }
+  if (any_of(odd)) return -1;
   float largest = most[0];
-  for (int lane = 0; lane < LANES; lane++) {
-    if (odd[lane]) return -1;
-    largest = std::max(largest, most[lane]);
-  }
+  for (int lane = 1; lane < LANES; lane++) largest = std::max(largest, most[lane]);
   if (largest == -std::numeric_limits<float>::infinity()) return -1;
   for (int64_t i = 0;; i += LANES) {
     Ints same = part(i) == largest;
-    for (int lane = 0; lane < LANES; lane++)
+    for (int lane = 0; lane < LANES && any_of(same); lane++)
       if (same[lane]) return i + lane;
   }
 }
@@ -201,7 +205,7 @@ inline int64_t best_of_row(const Logits& logits, int64_t row) {
   return logits.is_half ? best_of_halves(logits.halves(row), logits.size) : best_of_floats(logits.floats(row), logits.size);
 }
 
-// What the noise of 16 tokens does not exceed; `folded` is the key times 0x85EBCA6B.
+// What the noise of some tokens does not exceed; `folded` is the key times 0x85EBCA6B.
 LPR_INLINE Floats most_noise(Words32 tokens, uint32_t key, Words32 folded) {
   constexpr float LN2 = 0.69314718f;
   Words32 bits = mixed(mixed(tokens ^ key) ^ folded);
@@ -235,9 +239,7 @@ LPR_EACH_CPU inline Winner search(const Scores& scores, const Chooser& choice, f
     for (int64_t i = block * BLOCK; i < static_cast<int64_t>(block + 1) * BLOCK; i += LANES) {
       Floats score = load(scores.scaled.data() + i);
       Ints possible = score + most_noise(lanes + static_cast<uint32_t>(i), choice.key, folded) >= reach;
-      bool any = false;
-      for (int lane = 0; lane < LANES; lane++) any |= possible[lane] != 0;
-      if (!any) continue;
+      if (!any_of(possible)) continue;
       for (int lane = 0; lane < LANES; lane++) {
         int64_t token = i + lane;
         if (!possible[lane] || token >= scores.size || token == scores.first || score[lane] < kept) continue;
@@ -465,9 +467,7 @@ LPR_EACH_CPU inline Ranked best_totals(const Scores& scores, const Chooser& choi
     for (int64_t i = block * BLOCK; i < static_cast<int64_t>(block + 1) * BLOCK; i += LANES) {
       Floats score = load(scores.scaled.data() + i);
       Ints possible = score + most_noise(lanes + static_cast<uint32_t>(i), choice.key, folded) >= best.front().first;
-      bool any = false;
-      for (int lane = 0; lane < LANES; lane++) any |= possible[lane] != 0;
-      if (!any) continue;
+      if (!any_of(possible)) continue;
       for (int lane = 0; lane < LANES; lane++) {
         int64_t token = i + lane;
         if (!possible[lane] || token >= scores.size) continue;
