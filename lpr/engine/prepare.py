@@ -84,6 +84,7 @@ def prepare(
         decide = partial(decide_as_first, comm)
         shared = SharedWeights(check_rows, gemm_rows, worst, decide, comm.tp_rank, comm.tp_size, part)
     model = TreeModel(loaded.model, options.attention, options.graphs, options.exact, shared)
+    model.adapter.choose_clock(waits=not is_alone(comm))
     comm.before_close(model.release)
     failure, costs, like, compiles = None, None, None, False
     facts, replica_facts, own_head = {}, {}, 0

@@ -7,7 +7,6 @@ on the rank, by the shard that the rank evaluates.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
@@ -198,7 +197,7 @@ class Replica(StepHooks):
 
     def run(self, schedule: Schedule[Request], num_command_bytes: int) -> StepResult:
         """Take the scheduled step, whose header announces `num_command_bytes` on the driver."""
-        began, captures = time.perf_counter(), self.model.num_captures
+        began, captures = self.model.adapter.clock(), self.model.num_captures
         self.new_times, self.model.guess_ms = None, 0.0
         self.hooks.begin_step()
         spent_ms = passes_ms(self.model) if is_alone(self.comm) else 0.0
@@ -223,9 +222,8 @@ class Replica(StepHooks):
             self.sizer.end_step(num_entries)
         self.scheduler.pass_step(schedule, num_entries)
         if result.outcomes and not schedule.filling and captures == self.model.num_captures:
-            ms, shared_ms = (time.perf_counter() - began) * 1e3, result.replica_ms - passes_ms(self.model)
-            step_ms = ms - self.model.guess_ms
-            self._timed = schedule.decoding, result.outcomes, ms, step_ms, shared_ms
+            ms, shared_ms = (self.model.adapter.clock() - began) * 1e3, result.replica_ms - passes_ms(self.model)
+            self._timed = schedule.decoding, result.outcomes, ms, ms - self.model.guess_ms, shared_ms
         return result
 
     def end_phase(self, phase: str) -> None:
@@ -382,6 +380,7 @@ class Replica(StepHooks):
         self.sizer, self._timed = Sizer(self.sizes, times, self.comm, self.start_times.follows), None
         self.exchange = Exchange(self.sizes, num_slots, self.comm, self.model.device, carries_trees)
         self.overlap = Overlap(self.model, self.comm)
+        self.model.adapter.choose_clock(waits=not is_alone(self.comm))
         # The tp ranks of a replica run the head together, so none may pause it by its own clock.
         has_pace = times is not None and self.sizes.num_guesses and self.comm.tp_size == 1
         self.pace, self.model.rests = Pace() if has_pace else None, False

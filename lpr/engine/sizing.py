@@ -6,7 +6,6 @@ time sends new step times to all ranks, itself included, as a command.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -312,7 +311,7 @@ def time_forward(model: TreeModel, batch: int, count: int, kv: int) -> float:
         positions = [kv - 2] + [kv - 1] * (size - 1)  # a flat tree spans few positions
         rows.append(Row(slot, kv - 2, [0] * size, [-1] + [0] * (size - 1), positions, size))
     selection = Selection.build([(SamplingParams(), row.positions.tolist()) for row in rows])
-    began = time.perf_counter()
+    began = model.adapter.clock()
     num_candidates = min(8, model.vocab_size) if count > batch else 0  # as steps do
     model.evaluate(rows, selection, num_candidates).cpu()
-    return time.perf_counter() - began
+    return model.adapter.clock() - began

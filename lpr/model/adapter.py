@@ -1,6 +1,7 @@
 """A transformers model that evaluates token trees: its attention, its family's shims, exact mode and its inputs."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -49,6 +50,7 @@ class Adapter:
         """Held during a forward; engines of one model take turns."""
         self.trains = False  # True if some module of the model is in training mode; set by the engine
         self.device = next(model.parameters()).device
+        self.clock: Callable[[], float] = time.perf_counter  # seconds, for the times of steps and passes
         self.config = model.config.get_text_config(decoder=True)
         on_cpu = self.device.type == "cpu"
         self.node_bucket, self.kv_bucket = (1, 32) if on_cpu else (16, 256)
@@ -190,6 +192,13 @@ class Adapter:
                 yield
         finally:
             set_names(self._configs, names)
+
+    def choose_clock(self, waits: bool) -> None:
+        """Time steps by the processor time of the calling thread, unless it `waits` for a GPU or another rank.
+
+        Other programs that take the processor for a while then lengthen no step and no pass of a copy.
+        """
+        self.clock = time.perf_counter if waits or self.device.type != "cpu" else time.thread_time
 
     def logits(
         self, rows: Sequence[Row], cache: KVCache, node_bucket: int = 1, kv_bucket: int = 1, packed: bool = False

@@ -7,7 +7,6 @@ odds it is one program of a `PassShape`, which is a graph where steps are. Proce
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import lru_cache, partial
@@ -104,14 +103,14 @@ class PassGraphs:
         return found[: placed.num_results] if found is not None else None
 
     def _launch(self, copy: Copy, shape: PassShape, words: np.ndarray) -> Tensor | None:
-        forward, began = self._forward, time.perf_counter()
+        forward, began = self._forward, self._forward.adapter.clock()
         forward.cache.device_tables(forward.adapter.device)  # with what has changed since the step
         program, captures = partial(_pass, forward.adapter, copy, shape, forward.cache), forward.num_captures
         if not self._is_checked and not self._check(program, words):
             return None
         found = forward.run_program(shape, program, words, [])
         if forward.num_captures > captures:
-            self.lost = time.perf_counter() - began
+            self.lost = forward.adapter.clock() - began
         return found
 
     def _check(self, program: Callable[[Tensor], Tensor], words: np.ndarray) -> bool:

@@ -1,7 +1,6 @@
 """The model as an engine calls it: an adapter, a forward strategy, a sampler and a KV cache."""
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -138,12 +137,12 @@ class TreeModel:
     def guess(self, chains: Sequence[Chain]) -> list[HeadDraft]:
         """Feed `chains` of the last step's rows to the head; returns its guesses after each, [] while it rests."""
         assert self.guesser is not None and self.forward is not None and self.cache is not None
-        began, drafts = time.perf_counter(), list[HeadDraft]()
+        began, drafts = self.adapter.clock(), list[HeadDraft]()
         if self.rests:
             self.guesser.rest(chains, self.forward.hidden, self.cache)
         else:
             drafts = self.guesser.guess(chains, self.forward)
-        self.guess_ms += (time.perf_counter() - began) * 1e3
+        self.guess_ms += (self.adapter.clock() - began) * 1e3
         return drafts
 
     def use_copy(self, make_copy: Callable[[], Callable[..., Any]], like: KVCache, max_batch_size: int) -> None:
@@ -171,9 +170,9 @@ class TreeModel:
 
     def draft(self, endings: Sequence[Ending]) -> None:
         assert self.self_drafter is not None and self.cache is not None
-        began = time.perf_counter()
+        began = self.adapter.clock()
         self.self_drafter.draft(endings, self.cache)
-        self.guess_ms += (time.perf_counter() - began) * 1e3
+        self.guess_ms += (self.adapter.clock() - began) * 1e3
 
     def free_bytes(self, num_sharing: int) -> int | None:
         """Bytes for the cache on this rank's device, which `num_sharing` ranks share; None: unknown."""

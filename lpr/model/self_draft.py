@@ -10,7 +10,6 @@ Recurrent layers have one state of a sequence instead of rows. A pass reads scra
 own at the end of the sequence and advance by what each pass has evaluated of the draft; the model's stay as they are.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -239,9 +238,9 @@ class SelfDrafter:
         for count, repeats in ((1, NUM_TIMED), *((many, 2) for many in together)):
             took = list[float]()
             for _ in range(repeats):
-                began = time.perf_counter()
+                began = self.adapter.clock()
                 self.draft([Ending(slot, 3, 1, SamplingParams(), 1) for slot in range(count)], cache)
-                took.append((time.perf_counter() - began) * 1e3)
+                took.append((self.adapter.clock() - began) * 1e3)
             self.first_ms[count] = self._agreed([min(took)])[0]
         self.graph_reason = forward.reason  # steps, of another strategy, keep their graphs
         self.attach(None)
@@ -304,13 +303,13 @@ class SelfDrafter:
             return
         active, made = list(endings), list[tuple[Sequence[Ending], int, float]]()
         while active:
-            began = time.perf_counter()
+            began = self.adapter.clock()
             for each in active:
                 self._expect([*each.before, *each.text])
             num_entries = sum([len(each.before) + 1 + len(each.text) for each in active])
             groups = [[each] for each in active] if cache.has_states and not self.adapter.packed else [active]
             going = [each for group in groups for each in self._pass(group, cache)]
-            took = time.perf_counter() - began - (self.graphs.lost if self.graphs is not None else 0.0)
+            took = self.adapter.clock() - began - (self.graphs.lost if self.graphs is not None else 0.0)
             made.append((active, num_entries, took * 1e3))
             active = going if (pays or self._pays)(going, len(made)) else []
         times = self._agreed([ms for *_, ms in made], [each.chain for each in endings])
@@ -345,13 +344,13 @@ class SelfDrafter:
 
     def _draft_alone(self, direct: Direct, each: Ending, cache: KVCache) -> None:
         """Draft for one sequence, all passes in one call."""
-        began = time.perf_counter()
+        began = self.adapter.clock()
         self._expect(each.text)
         place = each.slot, each.num_cached, min(each.most, LONGEST), each.token
         text = each.state, [*each.emitted], [*each.ends], each.text, each.text_shares
         rules = *self.passes.rules(1 + LONGEST_TEXT), NUM_LIKELY
         made = direct.make_passes(cache, place, text, choice_of(each.params), rules)
-        took = (time.perf_counter() - began) * 1e3
+        took = (self.adapter.clock() - began) * 1e3
         within = sum([ms for *_, ms in made])
         for known, shares, tokens, odds, ms in made:
             each.text, each.text_shares = known, shares

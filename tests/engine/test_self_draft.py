@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from lpr.drop_in.lookahead import EngineCache
 from lpr.engine.ahead import Ahead
 from lpr.engine.exchange import Exchange
 from lpr.engine.guesses import Followed, follow_all
+from lpr.model.adapter import Adapter
 from lpr.model.cpu.tiles import can_tile
 from lpr.model.exact.check import _multiplier
 from lpr.model.exact.functions import in_pieces
@@ -229,6 +232,39 @@ def test_auto_makes_passes_in_some_steps_and_none_in_others(monkeypatch: pytest.
         ways = [way for key, way in drafter.passes._ways.items() if key[-1] is drafts]
         assert sum(way.num_steps for way in ways) > 20, "both ways are counted"
     assert drafter.spent_ms >= 0.0 and drafter.passes._load != 1.0
+
+
+def test_other_programs_lengthen_no_step_and_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleep stands for what other programs take. A step that waits for another rank counts its waiting."""
+    engine, steps, passes, evaluate = drafting(), list[float](), list[float](), TreeModel.evaluate
+
+    def after_others(self: TreeModel, *args: Any) -> torch.Tensor:
+        time.sleep(0.05)
+        return evaluate(self, *args)
+
+    monkeypatch.setattr(TreeModel, "evaluate", after_others)
+    monkeypatch.setattr(SelfDrafter, "_expect", lambda self, tokens: time.sleep(0.05))
+    monkeypatch.setattr(Passes, "count_step", lambda self, entries, count, ms: steps.append(ms))
+    monkeypatch.setattr(Passes, "count_pass", lambda self, num_entries, ms: passes.append(ms))
+    monkeypatch.setattr(Passes, "pass_time", lambda self, num_entries: 1.0)
+    for waits, prompts in ((True, PROMPTS[:2]), (False, PROMPTS[2:])):
+        steps.clear(), passes.clear()
+        engine.model.adapter.choose_clock(waits)
+        engine.generate(prompts, [SamplingParams(max_new_tokens=12)] * 2)
+        assert steps and passes
+        # The last step of the first run is counted in the second.
+        as_expected = [max(each) > 50 if waits else median(each) < 25 for each in (steps, passes)]
+        assert all(as_expected), (steps, passes)
+
+
+def test_a_rank_waits_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[bool]()
+    monkeypatch.setattr(Adapter, "choose_clock", lambda self, waits: found.append(waits))
+    drafting()
+    assert found and not any(found)
+    found.clear()
+    generate_on(2, model_of(), DECODE, PROMPTS[:1], GREEDY[:1])
+    assert found and all(found)
 
 
 def test_preemption_and_prefixes_that_are_found() -> None:

@@ -8,7 +8,6 @@ another next token, at its end: a guess may suffer, never a result.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -244,14 +243,14 @@ class Guesser:
             if sum(each.paths[end] for each in active for end in ends[id(each)]) < self.least:
                 self.forward_ms *= FADING
                 break
-            began = time.perf_counter()
+            began = self.adapter.clock()
             states = self._run([each.row() for each in active], [each.inputs() for each in active], cache)
             for each, state in zip(active, states, strict=True):
                 each.states = [each.states[0], *state]
 
     def _grow_at_once(self, active: Sequence[_Growing], late: Sequence[_Late], forward: EagerForward) -> None:
         """As `_grow`, on a GPU: a depth that paid last time is launched, and the host reads all depths once."""
-        began, depths, captures = time.perf_counter(), self._depths, forward.num_captures
+        began, depths, captures = self.adapter.clock(), self._depths, forward.num_captures
         found = self._launch(active, late, forward, depths)
         ends, self._depths = {id(each): [0] for each in active}, 1
         for depth, (tokens, shares) in enumerate(found):
@@ -350,7 +349,7 @@ class Guesser:
         return torch.stack([torch.cat(each, 1) for each in zip(*found, strict=True)])
 
     def _count_time(self, began: float, forwards: int = 1) -> None:
-        took = (time.perf_counter() - began) * 1e3 / forwards
+        took = (self.adapter.clock() - began) * 1e3 / forwards
         self.forward_ms += (FORWARD_MEMORY if self.forward_ms else 1.0) * (took - self.forward_ms)
 
     def _run(self, rows: Sequence[Row], hidden: Sequence[Tensor], cache: KVCache) -> list[Tensor]:
