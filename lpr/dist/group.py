@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lpr.dist import nccl
-from lpr.dist.errors import CommError, comm_errors
+from lpr.dist.errors import CommError, comm_errors, first_line
 
 
 class Download:
@@ -205,6 +205,45 @@ def connect(
         if isinstance(made[0], Exception):
             raise made[0]
     return ProcessGroup(made[0], rank, size, device, timeout, find_loss)
+
+
+class Connecting:
+    """A group that a thread connects while its ranks work in another one."""
+
+    def __init__(self, connect: Callable[[FindLoss], Group], find_loss: FindLoss, find_loss_later: FindLoss) -> None:
+        """`find_loss` is called in the thread, `find_loss_later` by the caller of `take`, in and after that call."""
+        self.failure: str | None = None  # why there is no group
+        self._find_loss, self._is_taken = find_loss_later, False
+        self._group: Group | None = None
+
+        def run() -> None:
+            try:
+                self._group = connect(lambda: find_loss_later() if self._is_taken else self.failure or find_loss())
+            except (CommError, RuntimeError) as failure:
+                self.failure = first_line(failure)
+
+        self._thread = threading.Thread(target=run, daemon=True, name="connect beside")
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def take(self) -> Group:
+        """The connected group; raises CommError if there is none."""
+        while self._thread.is_alive():
+            self._thread.join(0.05)
+            if self._thread.is_alive() and (loss := self._find_loss()):
+                self.drop(loss)
+                raise CommError(loss)
+        if self._group is None:
+            raise CommError(self.failure or LOST)
+        self._is_taken = True
+        return self._group
+
+    def drop(self, reason: str = "the mesh has changed") -> None:
+        """End the thread; a group that is connected closes with its last reference."""
+        self.failure, self._group = self.failure or reason, None
 
 
 def make_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:

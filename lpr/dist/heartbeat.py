@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lpr.dist.errors import first_line
-from lpr.dist.rendezvous import BEAT_EVERY, Member, Rendezvous
+from lpr.dist.rendezvous import BEAT_EVERY, Member, Plan, Rendezvous
 
 DEAD_AFTER = 4.0  # seconds without a new heartbeat after which a rank counts as lost
 STUCK_AFTER = 30.0
@@ -47,6 +47,7 @@ class Heartbeat:
         self.loss: str | None = None  # why the group of the watched epoch is broken; None if it is whole
         self.failure: str | None = None  # the reason why this rank cannot continue
         self.newcomers: tuple[int, ...] = ()  # replicas that have loaded and wait to join
+        self.plan = Plan(0, [])  # the driver's latest plan
         self._connect, self._stuck = connect, stuck
         self._watched: tuple[int, Sequence[int]] = -1, ()
         self._closed = threading.Event()
@@ -79,7 +80,7 @@ class Heartbeat:
                 loss = rendezvous.loss(*watched)
                 if watched is self._watched:
                     self.loss = loss
-                self.newcomers = rendezvous.offered()
+                self.newcomers, self.plan = rendezvous.offered(), rendezvous.plan
                 rendezvous.check_self()
         except RuntimeError as failure:
             if not self._closed.is_set():

@@ -23,9 +23,9 @@ import torch
 
 from lpr.config import InputError
 from lpr.dist.errors import CommError
-from lpr.dist.group import FindLoss, Group
+from lpr.dist.group import Connecting, FindLoss, Group
 from lpr.dist.heartbeat import Heartbeat
-from lpr.dist.rendezvous import MOST_BROADCASTS, Arrival, Decision, Rendezvous, Result, Results
+from lpr.dist.rendezvous import MOST_BROADCASTS, Arrival, Decision, Plan, Rendezvous, Result, Results
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +42,12 @@ class Membership:
 
     def __init__(
         self, rendezvous: Rendezvous, heartbeat: Heartbeat, connect: Connect, num_replicas: int, *,
-        survives: bool = True, joins: bool = False, timeout: float = 300.0,
+        survives: bool = True, joins: bool = False, timeout: float = 300.0, connects_beside: bool = False,
     ) -> None:  # fmt: skip
         """The rank of `rendezvous`'s member, among the first `num_replicas` or, if it `joins`, as a newcomer.
 
-        A mesh that `survives` goes on when a rank is lost; waits end after `timeout` seconds. Raises CommError if the
+        A mesh that `survives` goes on when a rank is lost; waits end after `timeout` seconds. If it `connects_beside`,
+        the group with newcomers is connected while the mesh works, else when they are taken in. Raises CommError if the
         ranks do not find each other.
         """
         self.num_replicas = num_replicas
@@ -72,6 +73,9 @@ class Membership:
         """Newcomers that may not have arrived yet; survivors do not wait for them if the mesh breaks."""
         self._group: Group | None = None
         self._old_group: Group | None = None
+        self._connects_beside = connects_beside
+        self._plan = Plan(0, [])  # the latest one whose group this rank has begun to connect
+        self._beside: Connecting | None = None  # that group, until it is taken or dropped
         self._join_group(f"load/{self.replica}" if joins else "epoch/0")
 
     @property
@@ -110,6 +114,7 @@ class Membership:
         `collective` is a gather, which needs the mesh that began it, or a broadcast of `num_bytes` bytes, which needs
         its driver. Raises CommError if this rank cannot continue.
         """
+        self._follow(self._heartbeat.plan)
         while self._results.next is None:
             self.has_changed = self._is_stale
             if self._is_stale and not (num_bytes and self._view[0] == self.replicas[0]):
@@ -119,8 +124,9 @@ class Membership:
             except CommError as failure:
                 self._recover(failure, num_bytes)
         self._num_recoveries = 0
-        if not num_bytes:
+        if not num_bytes:  # all ranks have begun it: they are in the mesh, and need no earlier group
             self._expected = []
+            self._leave_old_group()
         result = self._results.end()
         if self._results.num_broadcasts >= MOST_BROADCASTS:  # a gather bounds what a rank can miss
             self.run(lambda group: group.gather(torch.zeros(1, dtype=torch.int32)))
@@ -141,6 +147,7 @@ class Membership:
             if self._is_stale:
                 self.has_changed = True
                 return 0
+            self._follow(self._heartbeat.plan)
             try:
                 self._live_group()
                 self._check_heartbeat()
@@ -182,6 +189,7 @@ class Membership:
 
     def close(self) -> None:
         self._heartbeat.close()
+        self._drop_beside()
         self._leave_group()
 
     # How the mesh changes.
@@ -203,17 +211,42 @@ class Membership:
         self.has_changed = False
         return [before.index(each) if each in before else None for each in self._view]
 
-    def take_in(self, newcomers: Sequence[int], only_drafts: Callable[[int], bool] = lambda replica: False) -> None:
+    def invite(self, newcomers: Sequence[int], only_drafts: Callable[[int], bool]) -> tuple[list[int], int] | None:
+        """On the driver: those of `newcomers` to take in now, and the number of the plan whose group has connected.
+
+        None while it connects; 0: no group is connected beforehand. Call it again after each step.
+        """
+        if not self._connects_beside:
+            return list(newcomers), 0
+        if self._beside is None:
+            plan = Plan(self._rendezvous.plan.number + 1, self._with(newcomers, only_drafts))
+            self._rendezvous.plan = plan
+            self._follow(plan)
+        found = [each for each in self._plan.replicas if each not in self.replicas]
+        alive = [each for each in found if each in self.newcomers]
+        if self._beside is None or alive != found or self._beside.failure is not None:
+            self._drop_beside()
+            return alive, 0
+        return (found, self._plan.number) if self._beside.is_over else None
+
+    def _with(self, newcomers: Sequence[int], only_drafts: Callable[[int], bool]) -> list[int]:
+        """The replicas of the mesh with `newcomers`, by rank."""
+        found = [*self.replicas, *(each for each in newcomers if each not in self.replicas)]
+        return sorted(found, key=only_drafts)
+
+    def take_in(
+        self, newcomers: Sequence[int], only_drafts: Callable[[int], bool] = lambda replica: False, beside: int = 0
+    ) -> None:
         """Plan a mesh with `newcomers` appended, on all ranks after the same command; `adopt` follows.
 
         Replicas that `only_drafts` names are the last ones: the first replica drives, which one of those cannot.
+        `beside` is as returned by `invite`.
         """
         epoch = self.epoch + 1
         # A rank that lost its group before it received the command finds the decision and the missed results.
         self._results.leave(epoch)
-        planned = [*self.replicas, *(each for each in newcomers if each not in self.replicas)]
-        planned.sort(key=only_drafts)
-        decision = self._rendezvous.decide(epoch, Decision(planned, planned=True))
+        planned = Decision(self._with(newcomers, only_drafts), planned=True, beside=beside)
+        decision = self._rendezvous.decide(epoch, planned)
         self._check_member(decision)
         self._expected = [each for each in decision.replicas if each not in self.replicas]
         self._old_group, self._group = self._group, None
@@ -228,14 +261,14 @@ class Membership:
             for replica in self._expected:
                 self._rendezvous.welcome(self.epoch, replica)
         try:
+            if self._take_beside():  # not all ranks may have received the command: the first gather shows that
+                return
             self._join_group(f"epoch/{self.epoch}")
             self._expected = []
         except CommError as failure:
             log.info("a newcomer did not come: %s", failure)
         # Only now, because other ranks may still have been receiving the command through the old group.
-        if self._old_group is not None:
-            self._old_group.close()
-            self._old_group = None
+        self._leave_old_group()
 
     def await_welcome(self, serves: bool = True) -> bytes | None:
         """On a loaded newcomer: wait for its welcome; returns the state of the mesh that it joins, None if it is alone.
@@ -246,6 +279,7 @@ class Membership:
         self._heartbeat.start()
         while (epoch := self._rendezvous.await_welcome(WELCOME_POLL)) is None:
             self._check_heartbeat()
+            self._follow(self._heartbeat.plan)
         decision = self._rendezvous.decision(epoch)
         assert decision is not None
         self._leave_group()
@@ -255,7 +289,8 @@ class Membership:
         if decision.replicas != [self.replica]:
             found = self._rendezvous.store.get(f"epoch/{epoch}/state", self._timeout, self._find_loss)
             self._results.completed, state = msgspec.msgpack.decode(found, type=tuple[int, bytes])
-        self._join_group(f"epoch/{epoch}")
+        if not self._take_beside():
+            self._join_group(f"epoch/{epoch}")
         return state
 
     @property
@@ -281,18 +316,64 @@ class Membership:
             raise CommError(f"the others have gone on without replica {self.replica}")
 
     def _join_group(self, name: str) -> None:
-        members = self._rendezvous.members(self.replicas)
-        rank = members.index(self._rendezvous.member)
-        self._group = self._connect(name, rank, len(members), self._find_loss, not self._is_loaded)
+        self._group = self._make_group(name, self.replicas, self._find_loss, not self._is_loaded)
+
+    def _make_group(self, name: str, replicas: Sequence[int], find_loss: FindLoss, is_start: bool) -> Group:
+        members = self._rendezvous.members(replicas)
+        return self._connect(name, members.index(self._rendezvous.member), len(members), find_loss, is_start)
 
     def _leave_group(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
+        self._leave_old_group()
+
+    def _leave_old_group(self) -> None:
+        if self._old_group is not None:
+            self._old_group.close()
+            self._old_group = None
+
+    def _follow(self, plan: Plan) -> None:
+        """Begin to connect the group of `plan`, if it is new and of this rank's mesh."""
+        if plan.number <= self._plan.number:
+            return
+        self._drop_beside()
+        self._plan = plan
+        if set(self.replicas) <= set(plan.replicas):
+            name = f"beside/{plan.number}"
+            self._beside = Connecting(
+                lambda find_loss: self._make_group(name, plan.replicas, find_loss, is_start=False),
+                lambda: self._heartbeat.loss or self._heartbeat.failure,
+                self._find_loss,
+            )
+
+    def _take_beside(self) -> bool:
+        """Take the group that the replicas of the new mesh have connected; False if there is none.
+
+        Raises CommError if this rank has no part in it.
+        """
+        decision = self._rendezvous.decision(self.epoch)
+        if decision is None or not decision.beside:
+            return False
+        if self._plan.number != decision.beside:
+            self._follow(self._rendezvous.plan)
+        if self._plan.number != decision.beside or self._plan.replicas != decision.replicas:
+            return False
+        if self._beside is None:
+            raise CommError("this rank has dropped the group of its mesh")
+        self._group, self._beside = self._beside.take(), None
+        return True
+
+    def _drop_beside(self) -> None:
+        if self._beside is not None:
+            self._beside.drop()
+            self._beside = None
 
     def _enter(self, epoch: int, replicas: Sequence[int]) -> None:
         self.epoch, self.replicas = epoch, list(replicas)
         self._heartbeat.watch(epoch, self.replicas)
+        if self.replicas != self._plan.replicas:
+            self._drop_beside()
 
     def _recover(self, failure: CommError, num_bytes: int = 0) -> None:
         """Form a mesh of the survivors: agree on their list and on the last collective.
@@ -305,10 +386,12 @@ class Membership:
             raise failure
         self._check_heartbeat()
         began = time.monotonic()
+        # Newcomers whose group was connected beforehand come once they are welcomed; others have come with their group.
+        late = [each for each in self._expected if self._old_group is None or self._rendezvous.welcomed(each) is None]
         log.info("replica %d leaves epoch %d: %s", self.replica, self.epoch, failure)
         self._leave_group()
         self._rendezvous.leave(self.epoch)
-        before = [each for each in self.replicas if each not in self._expected]
+        before = [each for each in self.replicas if each not in late]
         epoch = self.epoch + 1
         decision = self._rendezvous.meet(epoch, before, Arrival(self._results.known, num_bytes), self._timeout)
         if decision.planned:

@@ -60,6 +60,14 @@ class Decision(msgspec.Struct, frozen=True):
 
     replicas: list[int]  # In the order of their ranks. The driver is the first rank of the first one.
     planned: bool = False  # True if a command led to the epoch, false if a loss did
+    beside: int = 0  # number of the Plan whose group these replicas have connected; 0 without one
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Replicas that connect a group while the mesh works in its own: the driver will take in those that are new."""
+
+    number: int  # from 1, ascending in a job
+    replicas: list[int]  # in the order of their ranks
 
 
 class JobStore:
@@ -245,6 +253,15 @@ class Rendezvous:
         """Publish the loaded replicas that wait to join."""
         self.store.set("newcomers", msgspec.json.encode(replicas))
 
+    @property
+    def plan(self) -> Plan:
+        """The driver's latest plan; that of number 0 before the first."""
+        return msgspec.json.decode(self.store.read("plan") or b'{"number": 0, "replicas": []}', type=Plan)
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self.store.set("plan", msgspec.json.encode(plan))
+
     def offered(self) -> tuple[int, ...]:
         return msgspec.json.decode(self.store.read("newcomers") or b"[]", type=tuple[int, ...])
 
@@ -252,9 +269,9 @@ class Rendezvous:
         """Tell a replica that it is a member from `epoch` on; its state must be in the store already."""
         self.store.set(f"welcome/{replica}", str(epoch))
 
-    def welcomed(self) -> int | None:
-        """The first epoch of this member's replica; None if it is not welcomed yet."""
-        found = self.store.read(f"welcome/{self.member.replica}")
+    def welcomed(self, replica: int | None = None) -> int | None:
+        """The first epoch of a replica (default: this member's); None if it is not welcomed yet."""
+        found = self.store.read(f"welcome/{self.member.replica if replica is None else replica}")
         return int(found) if found else None
 
     def await_welcome(self, seconds: float) -> int | None:

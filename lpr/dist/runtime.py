@@ -186,6 +186,7 @@ def _meet(world: World, device: str | None, timeout: float, tp: int, load_timeou
         rendezvous, Heartbeat(lambda: Rendezvous(connect_store(world, limit), member, tp), _end_process), connect,
         world.size // tp,
         survives=world.supervised, joins=world.rank >= world.size, timeout=timeout,
+        connects_beside=not nccl,  # two communicators beside captured collectives were never run
     )  # fmt: skip
     return ProcessComm(
         members, member.tp_rank, tp, tp_group=tp_group, tp_mesh=tp_mesh, num_sharing=num_sharing, timeout=timeout

@@ -76,6 +76,8 @@ class TakeIn(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     replicas: list[int]
     """Their numbers (see lpr.dist.rendezvous)."""
+    beside: int = 0
+    """The plan whose group they have connected with the mesh (Membership.invite)."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -141,16 +141,16 @@ class Driver:
                 raise
 
     def _apply(self, received: Sequence[Command]) -> None:
-        newcomers: list[int] = []
+        newcomers, beside = list[int](), 0
         for command in received:
             if isinstance(command, TakeIn):
-                newcomers += command.replicas
+                newcomers, beside = newcomers + command.replicas, command.beside
             else:
                 self.replica.apply(command)
         # Last, because newcomers did not receive the other commands of this message. If one of these ended the job,
         # no newcomer is added.
         if newcomers and self.replica.closed is None:
-            self.replica.apply(TakeIn(newcomers))
+            self.replica.apply(TakeIn(newcomers, beside))
 
     def _follow_mesh(self) -> None:
         """After a loss, continue with the remaining ranks; the first of them becomes the driver."""
@@ -163,11 +163,13 @@ class Driver:
                 self.post(request.submit)
 
     def _invite(self) -> None:
-        """On the driver: invite loaded replicas to join after this step."""
+        """On the driver: invite loaded replicas to join after this step, once they are connected."""
         membership, requests = self.comm.membership, self.replica.requests.open.values()
         if membership is None or self.replica.closed is not None or not is_driver(self.comm):
             return
         newcomers = [each for each in membership.newcomers if each not in self._invited]
         if newcomers and all(request.is_portable for request in requests):
-            self._invited.update(newcomers)
-            self.post(TakeIn(newcomers))
+            found, beside = membership.invite(newcomers, self.comm.only_drafts) or ((), 0)
+            if found and self._invited.isdisjoint(found):
+                self._invited.update(found)
+                self.post(TakeIn(list(found), beside))

@@ -117,7 +117,7 @@ class Replica(StepHooks):
             case Configure():
                 self._with_survivors(lambda: self._configure(command.decode, command.keep_drafts))
             case TakeIn():
-                self._take_in(command.replicas)
+                self._take_in(command)
             case Drain():
                 self.is_draining = True
             case Stop():
@@ -411,9 +411,9 @@ class Replica(StepHooks):
             request.state = self.new_state(request, request.num_computed_tokens) if request.homes else None
         self._fit_mesh(self.sizer.times)
 
-    def _take_in(self, newcomers: Sequence[int]) -> None:
+    def _take_in(self, command: TakeIn) -> None:
         membership = self.comm.membership
         assert membership is not None
-        membership.take_in(newcomers, self.comm.only_drafts)
+        membership.take_in(command.replicas, self.comm.only_drafts, command.beside)
         self.adopt_mesh()
         membership.meet(handover.state_of(self) if is_driver(self.comm) else b"")

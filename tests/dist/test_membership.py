@@ -20,6 +20,7 @@ import torch
 from lpr.dist import group, heartbeat, rendezvous
 from lpr.dist.comm import ProcessComm
 from lpr.dist.errors import CommError, DesyncError
+from lpr.dist.group import FindLoss
 from lpr.dist.membership import Membership
 from lpr.dist.places import DOOR, process_state, rank_environment
 from lpr.dist.rendezvous import Arrival, Decision, Evaluated, Member, Rendezvous
@@ -250,6 +251,103 @@ def test_a_rank_that_never_comes_does_not_hold_the_others(monkeypatch: pytest.Mo
         group.connect(hash_store(), 0, 2, torch.device("cpu"), 60.0, lambda: "it was killed")
     assert time.monotonic() - began < 40
     group.abandoned.pop()
+
+
+class NotedGroup(group.Group):
+    """Notes when it is closed."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Meshes:
+    """Replica 0, alone in its mesh, and groups with others that connect when a test says so."""
+
+    def __init__(self) -> None:
+        self.store = hash_store()
+        self.connected: dict[str, threading.Event] = {}
+        self.ended: dict[str, str] = {}
+        """By a group's name, the loss that ended its search for its ranks."""
+        self.losses: list[FindLoss] = []
+        rendezvous = Rendezvous(self.store, Member(0))
+        rendezvous.decide(0, Decision([0]))
+        self.driver = Membership(rendezvous, DirectHeartbeat(rendezvous), self.connect, 1, connects_beside=True)
+        self.driver._is_loaded = True
+
+    def connect(self, name: str, rank: int, size: int, find_loss: FindLoss, is_start: bool) -> group.Group:
+        self.losses.append(find_loss)
+        connected = self.connected.setdefault(name, threading.Event())
+        while name.startswith("beside/") and not connected.wait(0.001):
+            if loss := find_loss():
+                self.ended[name] = loss
+                raise CommError(loss)
+        return NotedGroup()
+
+    def offer(self, *newcomers: int) -> None:
+        self.driver._rendezvous.offer(newcomers)
+
+    def invited(self, *newcomers: int) -> Any:
+        return self.driver.invite(newcomers, lambda replica: False)
+
+    def is_over(self) -> None:
+        until = time.monotonic() + 30
+        while not self.driver._beside.is_over:  # type: ignore[union-attr]
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+
+def test_newcomers_are_taken_in_once_they_are_connected() -> None:
+    """The old group stays open until the first gather of the new mesh: others may still receive the command from it."""
+    meshes = Meshes()
+    meshes.offer(1)
+    driver, old = meshes.driver, meshes.driver._group
+    assert meshes.invited(1) is None and meshes.invited(1) is None, "they connect"
+    driver.run(lambda ranks: ranks.gather(torch.zeros(1, dtype=torch.int32)))
+    assert not old.is_closed, "meanwhile the mesh works in its group"  # type: ignore[union-attr]
+    meshes.connected["beside/1"].set()
+    meshes.is_over()
+    assert meshes.invited(1) == ([1], 1)
+    driver.take_in([1], beside=1)
+    assert driver.adopt() == [0, None]
+    driver.meet(b"state")
+    new = driver._group
+    assert new is not old and list(meshes.connected) == ["epoch/0", "beside/1"], "no group is connected in the pause"
+    assert meshes.losses[1]() is None
+    driver._rendezvous.mark_dead(1, "it was killed")
+    assert "it was killed" in str(meshes.losses[1]()), "a group that is taken asks for the losses of its own mesh"
+    assert not old.is_closed and driver._expected == [1]  # type: ignore[union-attr]
+    driver.run(lambda ranks: ranks.gather(torch.zeros(1, dtype=torch.int32)))
+    assert old.is_closed and not driver._expected and not new.is_closed  # type: ignore[union-attr]
+
+
+def test_a_newcomer_that_dies_while_it_connects_holds_nobody() -> None:
+    """Its group is dropped; the next newcomer has another."""
+    meshes = Meshes()
+    meshes.offer(1, 2)
+    assert meshes.invited(1, 2) is None
+    meshes.offer(2)
+    assert meshes.invited(2) == ([2], 0), "one that lives is taken in as without such a group"
+    meshes.offer(3)
+    assert meshes.invited(3) is None
+    meshes.connected["beside/2"].set()
+    meshes.is_over()
+    assert meshes.invited(3) == ([3], 2) and meshes.ended == {"beside/1": "the mesh has changed"}
+
+
+def test_a_group_of_another_mesh_is_not_taken() -> None:
+    """Replica 1 has come by itself when the command for replica 2 arrives: their group has no place for it."""
+    meshes = Meshes()
+    meshes.offer(2)
+    assert meshes.invited(2) is None
+    meshes.connected["beside/1"].set()
+    meshes.is_over()
+    driver = meshes.driver
+    driver._enter(1, [0, 1])
+    driver.take_in([2], beside=1)
+    driver.meet(b"state")
+    assert driver.replicas == [0, 1, 2] and list(meshes.connected)[-1] == "epoch/2"
 
 
 # The supervisor.

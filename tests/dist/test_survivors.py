@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -200,16 +201,22 @@ def test_idle_ranks_lose_their_driver(llama: PreTrainedModel, expected: list[lis
 
 
 class JoinedJob(Job):
-    """Starts replicas that join once the others have come to some step."""
+    """Starts replicas that join once the others have come to some step, one after the other."""
 
     world: ElasticWorld
     joiners: tuple[int, ...] = (2, 3)
+    started: tuple[int, ...] = ()
 
     def before_step(self, engine: Engine, comm: ProcessComm) -> None:
-        number = len(self.widths)
-        if number in (3, 7) and self.joiners:
+        assert comm.membership is not None
+        while (beside := comm.membership._beside) is not None and not beside.is_over:
+            time.sleep(0.001)
+        waiting = [each for each in self.started if each not in comm.replicas]
+        if any(self.world.rendezvous(each).dead_reason(each) is None for each in waiting):
+            return
+        if self.joiners and len(self.widths) >= 3:
             joiner, *rest = self.joiners
-            self.joiners = tuple(rest)
+            self.joiners, self.started = tuple(rest), (*self.started, joiner)
             self.world.start(joiner, self, joins=True)
             rendezvous = self.world.rendezvous(joiner)
             while not rendezvous.is_ready(rendezvous.member):
@@ -232,6 +239,7 @@ def test_replicas_join_a_running_mesh(
     world.join()
     assert texts(job) == expected
     assert max(job.widths) == 4 if fault is None else max(job.widths) >= 3, job.widths
+    assert world.num_beside == 7 if fault is None else world.num_beside >= 3, "ranks of a group connected beforehand"
 
 
 @pytest.mark.parametrize("is_told", [True, False])

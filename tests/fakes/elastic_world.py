@@ -15,7 +15,7 @@ from lpr.dist.errors import CommError
 from lpr.dist.group import FindLoss, Group
 from lpr.dist.heartbeat import Heartbeat
 from lpr.dist.membership import Membership
-from lpr.dist.rendezvous import Decision, Member, Rendezvous
+from lpr.dist.rendezvous import Decision, Member, Plan, Rendezvous
 
 
 def hash_store() -> dist.Store:
@@ -84,6 +84,8 @@ class ThreadGroup(Group):
     def _collect(self, mine: torch.Tensor | bytes, needed: range | list[int]) -> dict[int, torch.Tensor | bytes]:
         """What the `needed` ranks give to this group's next collective."""
         world, index = self.world, self.index
+        if self.name.startswith("beside/"):  # connected before it was known of which epoch it is
+            self.name = world.epoch_of(int(self.name.partition("/")[2]))
         self.index += 1
         with world.lock:
             mine_here = world.collectives.setdefault((self.name, index), _Collective())
@@ -149,6 +151,15 @@ class DirectHeartbeat(Heartbeat):
     def newcomers(self, value: tuple[int, ...]) -> None:
         """Nothing is kept."""
 
+    @property
+    def plan(self) -> Plan:
+        """The driver's latest."""
+        return self._rendezvous.plan
+
+    @plan.setter
+    def plan(self, value: Plan) -> None:
+        """Nothing is kept."""
+
 
 class ElasticWorld:
     """Threads that are replicas of a mesh, and a supervisor's part of the rendezvous."""
@@ -164,6 +175,8 @@ class ElasticWorld:
         self.num_collectives: dict[str, int] = {}
         self._threads: list[threading.Thread] = []
         self.failures: dict[int, BaseException] = {}
+        self.num_beside = 0
+        """Ranks that use a group which was connected before its epoch."""
         self.died: set[int] = set()
         self._beats: dict[int, DirectHeartbeat] = {}
         self._is_over = False
@@ -171,6 +184,15 @@ class ElasticWorld:
     def count(self, name: str, index: int) -> None:
         """Note that a collective was begun."""
         self.num_collectives[name] = max(self.num_collectives.get(name, 0), index + 1)
+
+    def epoch_of(self, plan: int) -> str:
+        """The group's name of the epoch to which a plan has led."""
+        look, epoch = self.rendezvous(-1), 0
+        while (decision := look.decision(epoch)) is not None and decision.beside != plan:
+            epoch += 1
+        assert decision is not None, f"plan {plan} has led to no epoch"
+        self.num_beside += 1
+        return f"epoch/{epoch}"
 
     def rendezvous(self, replica: int) -> Rendezvous:
         """A connection of `replica`'s."""
@@ -184,8 +206,8 @@ class ElasticWorld:
             return ThreadGroup(self, name, rank, size)
 
         beat = self._beats[replica] = DirectHeartbeat(rendezvous)
-        members = Membership(rendezvous, beat, connect, self.num_replicas, joins=joins, timeout=WAIT)
-        return ProcessComm(members)
+        how = {"joins": joins, "timeout": WAIT, "connects_beside": True}
+        return ProcessComm(Membership(rendezvous, beat, connect, self.num_replicas, **how))  # type: ignore[arg-type]
 
     def start(self, replica: int, program: Callable[[ProcessComm], None], joins: bool = False) -> None:
         """Run `program` as a replica."""

@@ -38,7 +38,9 @@ def main() -> int:
         membership = comm.membership
 
         def say(**facts: object) -> None:
-            fact = {"at": time.time(), "pid": os.getpid(), "epoch": membership.epoch, **facts}
+            decision = membership._rendezvous.decision(membership.epoch)
+            beside = decision is not None and decision.beside > 0
+            fact = {"at": time.time(), "pid": os.getpid(), "epoch": membership.epoch, "beside": beside, **facts}
             print(json.dumps(fact), file=log, flush=True)
 
         say(drives=world.rank, size=comm.size)

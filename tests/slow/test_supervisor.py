@@ -27,7 +27,7 @@ def test_a_killed_driver_and_a_stopped_rank_change_nothing(tmp_path: Path) -> No
         os.kill(other, signal.SIGSTOP)
         stopped = time.time()
         full = await_fact(tmp_path, lambda fact: fact.get("size") == 3, after=stopped)
-        assert full["epoch"] > second["epoch"]
+        assert full["epoch"] > second["epoch"] and full["beside"], "its group was connected while the mesh worked"
         (tmp_path / "hold").unlink()
         assert job.wait(timeout=PATIENCE) == 0
         assert other not in children(os.getpid()) and not Path(f"/proc/{other}").exists(), "no process is left"
@@ -49,7 +49,7 @@ def test_a_killed_rank_of_a_sharded_replica_is_its_replicas_loss(tmp_path: Path)
             assert time.time() - killed < 20
             time.sleep(0.02)
         full = await_fact(tmp_path, lambda fact: fact.get("size") == 2, after=killed)
-        assert full["epoch"] > second["epoch"] and len(set(children(job.pid)) - set(before)) == 2
+        assert full["epoch"] > second["epoch"] and full["beside"] and len(set(children(job.pid)) - set(before)) == 2
         (tmp_path / "hold").unlink()
         assert job.wait(timeout=PATIENCE) == 0
     check_outputs(tmp_path)
