@@ -219,9 +219,8 @@ class Membership:
         if not self._connects_beside:
             return list(newcomers), 0
         if self._beside is None:
-            plan = Plan(self._rendezvous.plan.number + 1, self._with(newcomers, only_drafts))
-            self._rendezvous.plan = plan
-            self._follow(plan)
+            self._rendezvous.plan = Plan(self._rendezvous.plan.number + 1, self._with(newcomers, only_drafts))
+            self._follow(self._rendezvous.plan)
         found = [each for each in self._plan.replicas if each not in self.replicas]
         alive = [each for each in found if each in self.newcomers]
         if self._beside is None or alive != found or self._beside.failure is not None:
@@ -231,8 +230,7 @@ class Membership:
 
     def _with(self, newcomers: Sequence[int], only_drafts: Callable[[int], bool]) -> list[int]:
         """The replicas of the mesh with `newcomers`, by rank."""
-        found = [*self.replicas, *(each for each in newcomers if each not in self.replicas)]
-        return sorted(found, key=only_drafts)
+        return sorted(dict.fromkeys([*self.replicas, *newcomers]), key=only_drafts)
 
     def take_in(
         self, newcomers: Sequence[int], only_drafts: Callable[[int], bool] = lambda replica: False, beside: int = 0
@@ -340,11 +338,9 @@ class Membership:
         self._drop_beside()
         self._plan = plan
         if set(self.replicas) <= set(plan.replicas):
-            name = f"beside/{plan.number}"
             self._beside = Connecting(
-                lambda find_loss: self._make_group(name, plan.replicas, find_loss, is_start=False),
-                lambda: self._heartbeat.loss or self._heartbeat.failure,
-                self._find_loss,
+                lambda find_loss: self._make_group(f"beside/{plan.number}", plan.replicas, find_loss, False),
+                *(lambda: self._heartbeat.loss or self._heartbeat.failure, self._find_loss),
             )
 
     def _take_beside(self) -> bool:
@@ -353,11 +349,10 @@ class Membership:
         Raises CommError if this rank has no part in it.
         """
         decision = self._rendezvous.decision(self.epoch)
-        if decision is None or not decision.beside:
-            return False
-        if self._plan.number != decision.beside:
+        assert decision is not None
+        if decision.beside > self._plan.number:
             self._follow(self._rendezvous.plan)
-        if self._plan.number != decision.beside or self._plan.replicas != decision.replicas:
+        if self._plan != Plan(decision.beside, decision.replicas):
             return False
         if self._beside is None:
             raise CommError("this rank has dropped the group of its mesh")
