@@ -30,6 +30,7 @@ from lpr.engine.engine import Engine
 from lpr.model.graph_inputs import PACKED_BUCKETS, packed_shape
 from lpr.model.input_builder import Row
 from lpr.model.sampling.selection import Selection
+from lpr.model.step_inputs import Rows
 
 SCORE_STEP = 24
 """Score of each further candidate (see lpr.core.recycle): a fifth of the probability of the one before."""
@@ -143,24 +144,33 @@ class Script:
 
     def learn(self, rows: Sequence[Row]) -> None:
         """Note which text begins in a row."""
-        for row in rows:
-            if row.num_cached == 0 and row.num_entries > 1:
-                begin = [int(token) for token in row.tokens[: len(row.tokens) - max(0, row.num_results - 1)]]
-                self.by_slot[row.slot] = next(text for text in self._texts if text[: len(begin)] == begin)
+        step = Rows.of(rows)
+        cached, results, counts = step.columns
+        begins = np.flatnonzero((cached == 0) & (counts > 1))
+        for row in begins.tolist():
+            first = 3 * int(counts[:row].sum())
+            begin = step.entries[first : first + int(counts[row] - max(0, results[row] - 1))].tolist()
+            slot = int(step.slots[row])
+            self.by_slot[slot] = next(text for text in self._texts if text[: len(begin)] == begin)
 
     def answer(self, rows: Sequence[Row], num_candidates: int) -> tuple[list[tuple[Sequence[int], int]], np.ndarray]:
-        """Per row with results its text and the root's place there, and the results of all."""
-        steps, results = [], []
-        for row in rows:
-            if row.num_results:
-                above = len(row.tokens) - row.num_results
-                root = int(row.positions[above])
-                text = self.by_slot[row.slot]
-                steps.append((text, root))
-                tokens = row.tokens[above:].tolist()
-                parents = (row.parents[above:] - above).tolist()
-                depths = (row.positions[above:] - root).tolist()
-                results.append(self._recorded.answers(text, root, tokens, parents, depths, num_candidates))
+        """Per row with results its text and the root's place there, and the results of all.
+
+        No Row is made: what the step would have to free counts as its work.
+        """
+        step = Rows.of(rows)
+        steps, results, end = [], [], 0
+        slots, (_, kept, counts) = step.slots.tolist(), step.columns.tolist()
+        for slot, num_results, count in zip(slots, kept, counts, strict=True):
+            begin, end = end, end + 3 * count
+            if not num_results:
+                continue
+            above, text = count - num_results, self.by_slot[slot]
+            tokens, parents, positions = step.entries[begin:end].reshape(3, count)[:, above:]
+            root = int(positions[0])
+            steps.append((text, root))
+            tree = tokens.tolist(), (parents - above).tolist(), (positions - root).tolist()
+            results.append(self._recorded.answers(text, root, *tree, num_candidates))
         return steps, np.concatenate(results)
 
 
@@ -255,7 +265,8 @@ class PacedModel:
             shape.place(self._words.numpy()[: shape.num_words], rows, selection, self._model.cache)
             self._there[: shape.num_words].copy_(self._words[: shape.num_words])
         with self.device.clock.stopped():
-            longest, num_entries = max(row.num_cached for row in rows), sum(row.num_entries for row in rows)
+            step = Rows.of(rows)
+            longest, num_entries = int(step.columns[0].max()), step.num_entries
         self.device.launch(num_entries, len(rows), longest)
         self.batch = len(rows)
         with self.device.clock.stopped():
