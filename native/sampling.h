@@ -192,7 +192,8 @@ LPR_INLINE int64_t best_of(const T* row, int64_t size) {
   if (largest == -std::numeric_limits<float>::infinity()) return -1;
   for (int64_t i = 0;; i += LANES) {
     Ints same = part(i) == largest;
-    for (int lane = 0; lane < LANES && any_of(same); lane++)
+    if (!any_of(same)) continue;
+    for (int lane = 0; lane < LANES; lane++)
       if (same[lane]) return i + lane;
   }
 }
