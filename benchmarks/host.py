@@ -169,10 +169,12 @@ def summary(case: Case, laps: Sequence[Lap]) -> dict[str, Any]:
         ),
         "host_ms_p99": round(host[min(len(host) - 1, int(0.99 * len(host)))], 4),
         "step_ms": median(lambda lap: lap.ended - lap.began),
-        "draft_ms": median(lambda lap: lap.asked - lap.began),
+        "draft_ms": median(lambda lap: lap.asked - (lap.ready if lap.is_early else lap.began)),
         "inputs_ms": median(lambda lap: lap.launched - lap.asked),
-        "hidden_ms": median(lambda lap: lap.waited - lap.launched),
-        "after_ms": median(lambda lap: lap.ended - lap.ready),
+        "hidden_ms": median(
+            lambda lap: lap.waited - lap.began + lap.ended - lap.launched if lap.is_early else lap.waited - lap.launched
+        ),
+        "after_ms": median(lambda lap: 0.0 if lap.is_early else lap.ended - lap.ready),
         "entries": round(statistics.mean(lap.num_entries for lap in laps), 1),
         "num_steps": len(laps),
     }

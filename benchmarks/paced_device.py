@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
@@ -40,7 +39,7 @@ class Clock:
     """Seconds: processor time of the host's thread, plus the time that it waits for the device."""
 
     def __init__(self) -> None:
-        self._ahead = 0.0
+        self._ahead = self._stopped = 0.0
 
     def now(self) -> float:
         """The time."""
@@ -56,14 +55,15 @@ class Clock:
             pass
         self._ahead += then - self.now()
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Time spent inside does not count."""
-        began = time.thread_time()
-        try:
-            yield
-        finally:
-            self._ahead -= time.thread_time() - began
+    def stopped(self) -> Clock:
+        """A context: time spent inside does not count."""
+        return self
+
+    def __enter__(self) -> None:
+        self._stopped = time.thread_time()
+
+    def __exit__(self, *failure: object) -> None:
+        self._ahead -= time.thread_time() - self._stopped
 
 
 @dataclass
@@ -76,8 +76,13 @@ class Lap:
     waited: float = 0.0  # When the host began to wait; since the launch its work was hidden.
     ready: float = 0.0  # When the results were ready.
     ended: float = 0.0
-    device: float = 0.0  # Time of the device.
-    num_entries: int = 0
+    device: float = 0.0  # Time of the device for the results.
+    num_entries: int = 0  # those of the results
+
+    @property
+    def is_early(self) -> bool:
+        """True if the next step was launched behind the results, in the same call."""
+        return self.launched > self.ready
 
 
 class Recorded:
@@ -182,6 +187,7 @@ class Device:
     clock: Clock = field(default_factory=Clock)
     lap: Lap = field(default_factory=Lap)
     _free: float = 0.0
+    _running: list[tuple[float, int]] = field(default_factory=list)  # seconds and entries of what was launched
 
     def launch(self, num_entries: int, batch: int, kv: int) -> None:
         """Begin a forward of so many tokens, once earlier ones are done."""
@@ -189,14 +195,17 @@ class Device:
         with self.clock.stopped():
             took = self.costs.time(num_entries, batch, kv) / 1e3
         self._free = max(self.lap.launched, self._free) + took
-        self.lap.device += took
-        self.lap.num_entries += num_entries
+        self._running.append((took, num_entries))
 
     def wait(self) -> None:
         """Wait for the device without using the processor."""
         self.lap.waited = self.clock.now()
         self.clock.wait_until(self._free)
         self.lap.ready = self.clock.now()
+        with self.clock.stopped():
+            self.lap.device = sum(took for took, _ in self._running)
+            self.lap.num_entries = sum(count for _, count in self._running)
+            self._running.clear()
 
 
 class PacedComm(Comm):
@@ -209,6 +218,9 @@ class PacedComm(Comm):
         super().__init__()
         self.size = self.num_sharing = size
         self.paced: PacedModel | None = None
+
+    def begin_gather(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: self.gather(payload)
 
     def gather(self, payload: torch.Tensor) -> torch.Tensor:
         """The payload of this rank once the device is done, and the simulated payloads of the other ranks."""
@@ -248,6 +260,7 @@ class PacedModel:
         exchange: Any = engine.replica.exchange
         self._exchange = exchange
         self._gather, exchange.gather = exchange.gather, self.gather
+        engine.replica.overlap.begins_early = num_ranks == 1  # as on a GPU
 
     def fill(self, rows: Sequence[Row]) -> None:
         """As TreeModel.fill; prompts are not measured."""

@@ -125,16 +125,23 @@ def rows_of(engine: Engine, options: RecordedOptions, tell: Callable[[dict[str, 
     return rows
 
 
-def overlap_of(engine: Engine, clients: int, num_steps: int) -> dict[str, Any]:
-    """Milliseconds of a plain step with and without overlap, of the model's own tokens; the ids are the same."""
-    engine.configure(DecodeConfig.autoregressive(max_batch_size=clients, max_length=2 * num_steps))
-    params, found, ids = SamplingParams(max_new_tokens=num_steps, ignore_eos=True), dict[str, Any](), list[Any]()
-    for name in ("first", "without", "with"):  # the first run captures
-        engine.replica.overlap.is_on = name == "with"
-        began = time.perf_counter()
-        ids.append([each.token_ids for each in engine.generate([[1 + client] for client in range(clients)], params)])
-        found[f"{name}_ms"] = round((time.perf_counter() - began) * 1e3 / num_steps, 3)
-    return {"clients": clients, **found, "launched": engine.replica.overlap.num_launched, "same_ids": ids[1] == ids[2]}
+def overlap_of(engine: Engine, clients: int, num_tokens: int) -> list[dict[str, Any]]:
+    """Milliseconds a token with and without overlap, plain and with drafts, of the model's own tokens."""
+    params, rows = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True), list[dict[str, Any]]()
+    plain = DecodeConfig.autoregressive(max_batch_size=clients, max_length=2 * num_tokens)
+    for switch, decode in (("is_on", plain), ("begins_early", replace(plain, window_size=0, trie_nodes=8))):
+        found, ids, launched = dict[str, Any](), list[Any](), 0
+        for name in ("first", "without", "with"):  # the first run captures
+            engine.configure(decode)  # without the outputs of the last run, as a source of drafts
+            setattr(engine.replica.overlap, switch, name == "with")
+            began = time.perf_counter()
+            completions = engine.generate([[1 + client] for client in range(clients)], params)
+            found[f"{name}_ms"] = round((time.perf_counter() - began) * 1e3 / num_tokens, 3)
+            ids.append([each.token_ids for each in completions])
+            launched = engine.replica.overlap.num_launched
+        row = {"clients": clients, "drafts": switch == "begins_early", **found}
+        rows.append({**row, "launched": launched, "same_ids": ids[1] == ids[2]})
+    return rows
 
 
 def section(model: Any, sizes: Sizes) -> dict[str, Any]:

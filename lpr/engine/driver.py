@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 
 from lpr.dist.comm import Comm, is_alone, is_driver
 from lpr.dist.errors import CommError, MeshChangedError, first_line
-from lpr.engine.commands import Command, CommandLog, Costs, TakeIn
+from lpr.engine.commands import Command, CommandLog, Compile, Costs, Drain, TakeIn
 from lpr.engine.replica import Replica
 from lpr.engine.request import Request
+from lpr.engine.step import StepResult
 from lpr.model.modes import in_own_modes
-from lpr.protocol import Abort, MeshError, Stop
+from lpr.protocol import Abort, MeshError, Stop, Submit
 from lpr.sched.scheduler import Schedule
 
 
@@ -74,6 +75,7 @@ class Driver:
             self._is_busy = True
             if not self.replica.is_whole:  # the recovery from an earlier exception was interrupted
                 self._fail(KeyboardInterrupt())
+            self.replica.model.follow_stream()
             action()
         except MeshError:
             raise
@@ -116,24 +118,40 @@ class Driver:
         """Take a step and apply the commands after it; if a rank is lost, drop the step and continue without it."""
         alone = is_alone(self.comm)
         try:
-            result = self.replica.run(schedule, 0 if alone else self.log.announce())
+            result = self._complete(schedule, 0 if alone else self.log.announce())
         except MeshChangedError:
             self._follow_mesh()
             return
-        self.replica.update(schedule, result.outcomes)
-        if self.replica.new_times is not None:
-            self.post(Costs(self.replica.new_times.to_json()))
         if alone:
+            self.replica.hooks.between_steps()
             self._apply_waiting()
+            if self.log.is_empty and self.replica.closed is None:
+                self.replica.go_on()
             return
-        received = self.log.receive(result.num_command_bytes)
+        received = self.log.receive(result.gathered.num_command_bytes)
         self._follow_mesh()
         self._apply(received)
 
+    def _complete(self, schedule: Schedule[Request], num_command_bytes: int) -> StepResult:
+        result = self.replica.run(schedule, num_command_bytes)
+        self.replica.update(schedule, result.outcomes)
+        if self.replica.new_times is not None:
+            self.post(Costs(self.replica.new_times.to_json()))
+        return result
+
+    def _complete_begun(self) -> None:
+        if self.replica.begun is not None:
+            self._complete(self.replica.begun[0], 0)
+
     def _apply_waiting(self) -> None:
-        """With one rank: apply the waiting commands, up to one that adds other ranks."""
+        """With one rank: apply the waiting commands, up to one that adds other ranks.
+
+        A step that is begun already is completed before a command that may change what it works on.
+        """
         while is_alone(self.comm) and (command := self.log.pop()) is not None:
             try:
+                if not isinstance(command, Submit | Compile | Drain):
+                    self._complete_begun()
                 self.replica.apply(command)
             except BaseException:
                 if isinstance(command, Abort | Stop):  # idempotent, and still wanted

@@ -249,7 +249,8 @@ class Engine(EngineBase):
     def step(self) -> list[Request]:
         """Advance the running requests by one step; returns those with new tokens and those that ended.
 
-        Without work, ranks other than the driver wait here for its next command.
+        On one GPU the next step begins before this returns. Without work, ranks other than the driver wait here for its
+        next command.
         """
         with self.turns:
             self.turns.refuse_within("step")

@@ -42,6 +42,7 @@ class Gathered:
 
     @property
     def num_command_bytes(self) -> int:
+        """Length of the commands that the driver broadcasts after the step."""
         return wire.num_command_bytes(self.payloads)
 
     def conclude(self, budgets: Budgets) -> tuple[Concluded, np.ndarray]:

@@ -16,7 +16,7 @@ from lpr.config import DecodeConfig, TreeSizes
 from lpr.core.digest import digest_of
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm, is_driver
-from lpr.engine.commands import LoadAdapter
+from lpr.engine.commands import LoadAdapter, TakeIn
 from lpr.engine.exchange import worst_of_replica
 from lpr.engine.kv_pool import PoolSize
 from lpr.engine.request import Request
@@ -164,6 +164,15 @@ def await_welcome(replica: Replica) -> bytes | None:
     if worst_of_replica(comm, digest) == -worst_of_replica(comm, -digest) and known:
         msgspec.msgpack.decode(known, type=SetUp).apply(replica)
     return membership.await_welcome(comm.serves)
+
+
+def take_in(replica: Replica, command: TakeIn) -> None:
+    """Continue with the replicas that join, and hand over the state to them."""
+    membership = replica.comm.membership
+    assert membership is not None
+    membership.take_in(command.replicas, replica.comm.only_drafts, command.beside)
+    replica.adopt_mesh()
+    membership.meet(state_of(replica) if is_driver(replica.comm) else b"")
 
 
 def state_of(replica: Replica) -> bytes:

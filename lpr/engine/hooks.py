@@ -28,3 +28,6 @@ class StepHooks:
 
         `chunks` is a lazy iterable of each request's new tokens, without text.
         """
+
+    def between_steps(self) -> None:
+        """On one rank: what is submitted now joins the next step, which may begin before `step` returns."""

@@ -8,6 +8,9 @@ The next step takes the results of those rows that it still has. Results of requ
 preempted are dropped, and all if the step has another row, such as a node of a draft. No request is admitted to a step
 that is launched already.
 
+Other steps of one rank on a GPU wait for the host to read, conclude, schedule and draft. Such a step begins at the end
+of the call before (Replica.go_on), so the device works while the caller has its turn.
+
 What a dropped row has written is never read. It lies behind the computed tokens of its request, in a page that was the
 request's alone: others share full pages only, or copy the computed rows of a page. Attention reads computed rows and
 entries of its own step, and what a later owner of the page writes comes behind it on the stream.
@@ -56,11 +59,11 @@ class Overlap:
         self.num_launched = self.num_dropped = 0
         """Steps launched, and those of them of which no result was taken."""
         self._may_launch, self._num_plain, self._num_wanted = False, 0, FEWEST
-        self._stream: torch.cuda.Stream | None = None  # of the last step that was launched
         drafts = model.guesser is not None or model.self_drafter is not None
         assert model.cache is not None
-        is_captured = model.device.type == "cuda" and model.captures_packed and not model.cache.has_states
-        self.is_on = is_alone(comm) and is_captured and not drafts
+        self.begins_early = is_alone(comm) and model.device.type == "cuda" and model.captures_packed and not drafts
+        """True if a step begins at the end of the call before."""
+        self.is_on = self.begins_early and not model.cache.has_states
 
     def admits(self, scheduler: Scheduler[Request]) -> bool:
         """True if requests may be admitted to the next step; called before each schedule.
@@ -77,9 +80,6 @@ class Overlap:
     def take(self, plan: StepPlan, rows: Rows) -> torch.Tensor | None:
         """The results of the step of `plan`, of these `rows`, if it was launched; None if it is to be evaluated."""
         launched, self.launched = self.launched, None
-        # The caller may step on another stream, also after the step was dropped: its words are overwritten next.
-        if self._stream is not None and (stream := torch.cuda.current_stream(self._model.device)) != self._stream:
-            stream.wait_stream(self._stream)
         if launched is None:
             return None
         columns, results = launched.rows.columns, launched.results
@@ -119,4 +119,3 @@ class Overlap:
         found = self._model.launch_next(following, chosen, results)
         if found is not None:
             self.launched, self.num_launched = Launched(plan.batch, following, found), self.num_launched + 1
-            self._stream = torch.cuda.current_stream(self._model.device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lpr.engine.outcomes import Outcome
+from lpr.model.runner import TreeModel
 
 TRIAL = 16  # steps of a trial
 FIRST_STAY, LONGEST_STAY = 64, 1024
@@ -31,6 +32,13 @@ class Pace:
         """The least sum of path probabilities for which another forward of the head, of `forward_ms`, pays."""
         tokens, ms = self._counts[False]
         return forward_ms * tokens / (FOLLOWED * ms) if ms else 0.0
+
+    def steer(self, model: TreeModel, outcomes: Sequence[Outcome], ms: float) -> None:
+        """Count a step of `ms` milliseconds, and tell the head of `model` whether and how far to guess."""
+        self.observe(outcomes, ms)
+        model.rests = self.rests
+        if model.guesser is not None:
+            model.guesser.least = self.least(model.guesser.forward_ms)
 
     def observe(self, outcomes: Sequence[Outcome], ms: float) -> None:
         """Count a step of `ms` milliseconds."""

@@ -34,7 +34,7 @@ from lpr.engine.prepare import longest_sequence, prepare
 from lpr.engine.request import Request
 from lpr.engine.requests import RequestTable
 from lpr.engine.sizing import Sizer
-from lpr.engine.step import StepResult, decode_step
+from lpr.engine.step import Begun, StepResult, begin_step, end_step
 from lpr.engine.times_file import StartTimes
 from lpr.engine.turns import Turns
 from lpr.model.loader import Loaded
@@ -61,22 +61,18 @@ class Replica(StepHooks):
         self.loaded, self.options, self.comm = loaded, options, comm
         self.hooks = StepHooks()
         self.is_draining = False  # True if further requests are refused
-        self.closed: RuntimeError | None = None
-        """The error of further calls, if the driver has ended the job or this rank has failed; else None."""
+        self.closed: RuntimeError | None = None  # of further calls: the driver has ended the job, or this rank failed
         self.is_whole = True
         """False while requests, their pages or their K/V change: an exception then leaves them inconsistent."""
-        self.advanced: list[Request] = []
-        """Requests with new tokens and requests that ended, since the last `take_advanced`."""
-        self.new_times: StepTimes | None = None
-        """On the driver, after a step: new step times to send to all ranks; None if unchanged."""
+        self.advanced: list[Request] = []  # those with new tokens and those that ended, since `take_advanced`
+        self.new_times: StepTimes | None = None  # on the driver, after a step: those to send to all ranks, if changed
         self.sizer = Sizer(TreeSizes(), None, comm)
-        self.pace: Pace | None = None
-        """Decides when a prediction head rests, with automatic sizes; else None."""
+        self.pace: Pace | None = None  # decides when a prediction head rests, with automatic sizes
         self._timed: tuple[Sequence[Request], Outcomes, float, float, float] | None = None
         """The last step, its milliseconds, those without guesses, and those of the replica's first rank."""
         self._batch: Batch | None = None  # of the last step; none of its requests has ended
-        self.drafting: DraftRank | None = None
-        """The drafter of a draft-only rank; None on other ranks."""
+        self.begun: tuple[Schedule[Request], Begun] | None = None  # the next step, if it is begun (`go_on`)
+        self.drafting: DraftRank | None = None  # the drafter of a draft-only rank
         self.model, self.like, given = prepare(loaded, decode, options, comm)
         self.parts = Parts(loaded, options, self.model, self.like)
         self.start_times = StartTimes(given, comm)
@@ -117,7 +113,7 @@ class Replica(StepHooks):
             case Configure():
                 self._with_survivors(lambda: self._configure(command.decode, command.keep_drafts))
             case TakeIn():
-                self._take_in(command)
+                handover.take_in(self, command)
             case Drain():
                 self.is_draining = True
             case Stop():
@@ -160,8 +156,11 @@ class Replica(StepHooks):
     def schedule(self) -> Schedule[Request]:
         """Admit waiting requests to free slots; returns the work of the running requests in the next step.
 
-        Raises InputError if the model's weights have changed in a way that this engine does not support.
+        The step that is begun already, if there is one. Raises InputError if the model's weights have changed in a way
+        that this engine does not support.
         """
+        if self.begun is not None:
+            return self.begun[0]
         self.is_whole = False
         self.adapters.sweep(self.requests.open.values())
         if self.watch.hints or (self.scheduler.waiting and not self.scheduler.running):
@@ -197,34 +196,46 @@ class Replica(StepHooks):
 
     def run(self, schedule: Schedule[Request], num_command_bytes: int) -> StepResult:
         """Take the scheduled step, whose header announces `num_command_bytes` on the driver."""
-        began, captures = self.model.adapter.clock(), self.model.num_captures
+        begun = self.begun[1] if self.begun is not None else self._begin(schedule, num_command_bytes)
+        self.begun = None
+        result = end_step(begun, self.model, self.exchange, self.sizer.budgets, self)
+        if result.outcomes:
+            self.sizer.end_step(result.outcomes.num_entries)
+        self.scheduler.pass_step(schedule, result.outcomes.num_entries)
+        if result.outcomes and result.ms is not None and not schedule.filling:
+            own_ms = step_ms = result.ms - self.model.guess_ms
+            if self.comm.tp_size > 1:
+                own_ms = result.replica_ms - passes_ms(self.model)
+            self._timed = schedule.decoding, result.outcomes, result.ms, step_ms, own_ms
+        return result
+
+    def go_on(self) -> None:
+        """Begin the next step at the end of this one's call, unless the host waits for its logits within the step."""
+        running, overlap = self.scheduler.running, self.overlap
+        # A step that is launched already keeps the device busy.
+        if not overlap.begins_early or overlap.launched is not None or not running or self.watch.hints:
+            return
+        if (self._batch or Batch(running, 1)).chooses_on_device and not (schedule := self.schedule()).is_empty:
+            self.begun = schedule, self._begin(schedule, is_early=True)
+
+    def _begin(self, schedule: Schedule[Request], num_command_bytes: int = 0, is_early: bool = False) -> Begun:
+        """Draft and launch the scheduled step."""
         self.new_times, self.model.guess_ms = None, 0.0
         self.hooks.begin_step()
         spent_ms = passes_ms(self.model) if is_alone(self.comm) else 0.0
-        waiting: list[Request] = []
-        if len(schedule.decoding) < len(self.scheduler.running):
-            begun = {request.admission for request in schedule.decoding}
-            waiting = [request for request in self.scheduler.running if request.admission not in begun]
         if self._batch is None or self._batch.requests is not schedule.decoding:
             self._batch = Batch(schedule.decoding, self.comm.size)
-        self.sizer.begin_step(self._batch.states, schedule.filling, waiting, spent_ms)
+        others = self.scheduler.others(schedule.decoding)
+        self.sizer.begin_step(self._batch.states, schedule.filling, others, spent_ms)
         if self.drafting is None:
             begin_passes(self.model, schedule.decoding, self.sizer.times)
         assert self.model.cache is not None
         self.model.cache.adapters = self.adapters.of_slots(self.scheduler.running, self.comm.rank)
         # Includes the length of the shared index, which detects a rank that has learned other documents.
         digest = (self.scheduler.placement.digest + len(self.drafts.shared)) % 2**64
-        what = self._batch, schedule.filling, self.sizes, self.sizer.times
-        plan = StepPlan(*what, digest, self.drafting, num_command_bytes)
-        result = decode_step(plan, self.model, self.exchange, self.sizer.budgets, self.overlap, self)
-        num_entries = result.outcomes.num_entries
-        if result.outcomes:
-            self.sizer.end_step(num_entries)
-        self.scheduler.pass_step(schedule, num_entries)
-        if result.outcomes and not schedule.filling and captures == self.model.num_captures:
-            ms, shared_ms = (self.model.adapter.clock() - began) * 1e3, result.replica_ms - passes_ms(self.model)
-            self._timed = schedule.decoding, result.outcomes, ms, ms - self.model.guess_ms, shared_ms
-        return result
+        what = self._batch, schedule.filling, self.sizes, self.sizer.times, digest, self.drafting, num_command_bytes
+        parts = self.model, self.exchange, self.sizer.budgets, self.overlap
+        return begin_step(StepPlan(*what), *parts, self, is_early)
 
     def end_phase(self, phase: str) -> None:
         """As StepHooks.end_phase."""
@@ -236,14 +247,10 @@ class Replica(StepHooks):
         """Do the deferred work of the last step; no later decision of this step depends on it."""
         self.is_whole = False
         if self._timed is not None:
-            batch, outcomes, ms, step_ms, shared_ms = self._timed
+            batch, outcomes, ms, step_ms, own_ms = self._timed
             if self.pace is not None:
-                self.pace.observe(outcomes, ms)
-                self.model.rests = self.pace.rests
-                if self.model.guesser is not None:
-                    self.model.guesser.least = self.pace.least(self.model.guesser.forward_ms)
+                self.pace.steer(self.model, outcomes, ms)
             if self.drafting is None:
-                own_ms = shared_ms if self.comm.tp_size > 1 else step_ms
                 count_passes(self.model, outcomes, own_ms, self.sizes.num_nodes)
             # The time of a head or copy does not depend on the tree; counted in, it would raise the price of all nodes.
             self.new_times, self._timed = self.sizer.observe(batch, outcomes, step_ms), None
@@ -277,7 +284,7 @@ class Replica(StepHooks):
         self._abandon(running, failure)
         self.scheduler.begin_anew(list(table.open.values()))
         cache.clear_all()
-        self._timed = self._batch = self.overlap.launched = None
+        self._timed = self._batch = self.begun = self.overlap.launched = None
         self.is_whole = True
 
     def abandon_all(self, failure: BaseException) -> None:
@@ -296,8 +303,8 @@ class Replica(StepHooks):
 
     def take_advanced(self) -> list[Request]:
         """The requests with new tokens and those that ended, since the last call."""
-        advanced, self.advanced = self.advanced, []
-        return advanced
+        advanced, self.advanced = dict.fromkeys(self.advanced), []
+        return list(advanced)
 
     def new_state(self, request: Request, computed: Sequence[int]) -> SequenceState:
         """The decoding state of a request that starts with `computed` tokens' K/V per rank."""
@@ -404,16 +411,10 @@ class Replica(StepHooks):
         kept = self.comm.membership.adopt()
         if not self.comm.num_serving:
             raise CommError("all ranks that hold the model are lost")
+        self.begun = None
         lost = self.scheduler.regroup(kept, self.comm.drafting)
         self._move()
         for request in [*lost, *self.scheduler.running]:
             request.collect()
             request.state = self.new_state(request, request.num_computed_tokens) if request.homes else None
         self._fit_mesh(self.sizer.times)
-
-    def _take_in(self, command: TakeIn) -> None:
-        membership = self.comm.membership
-        assert membership is not None
-        membership.take_in(command.replicas, self.comm.only_drafts, command.beside)
-        self.adopt_mesh()
-        membership.meet(handover.state_of(self) if is_driver(self.comm) else b"")

@@ -9,7 +9,8 @@ committed tokens whose K/V the rank lacks, of any length from 1.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from lpr.core import wire
 from lpr.core.budgets import Budgets
 from lpr.engine.ahead import Ahead, look_ahead
-from lpr.engine.exchange import Exchange
+from lpr.engine.exchange import Exchange, Gathered
 from lpr.engine.hooks import StepHooks
 from lpr.engine.outcomes import Outcomes
 from lpr.engine.overlap import Overlap
@@ -29,20 +30,49 @@ from lpr.model.step_inputs import Row, Rows
 from lpr.model.threads import drafting_threads
 from lpr.native import Concluded, Conclusion, StepDraft, draft_step
 
+SHORTEST_WAIT = 5e-5  # seconds of a wait for the device, in a step that was begun early, from which on it is timed
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A step that the device evaluates."""
+
+    plan: StepPlan
+    draft: StepDraft
+    rows: Rows
+    fills: Sequence[Row]  # prompt chunks
+    results: torch.Tensor | None  # of this rank's rows, on the device; None without rows
+    gathering: Callable[[], Gathered] | None  # waits for the gather, if that is begun, too
+    began: float  # on the clock of steps
+    captures: bool  # True if it has captured a graph, which takes longer
+    is_early: bool  # True if it was begun in the call before
+
 
 @dataclass(frozen=True)
 class StepResult:
     """The result of one step."""
 
     outcomes: Outcomes  # per decoding request
-    num_command_bytes: int  # length of the commands that the driver broadcasts next
-    replica_ms: float  # milliseconds that this replica's first rank spent before the gather
+    gathered: Gathered
+    ms: float | None  # milliseconds that it took; None if they are not known or not usual
+
+    @property
+    def replica_ms(self) -> float:
+        """Milliseconds that this replica's first rank spent before the gather."""
+        return wire.microseconds(self.gathered.of_replicas[self.gathered.draft.rank]) / 1e3
 
 
-def decode_step(
-    plan: StepPlan, model: TreeModel, exchange: Exchange, budgets: Budgets, overlap: Overlap, hooks: StepHooks
-) -> StepResult:
-    """Take the step of `plan`; a rank without work still takes part in the gather."""
+def begin_step(
+    plan: StepPlan,
+    model: TreeModel,
+    exchange: Exchange,
+    budgets: Budgets,
+    overlap: Overlap,
+    hooks: StepHooks,
+    is_early: bool = False,
+) -> Begun:
+    """Draft the trees of `plan` and launch their forward; if it `is_early`, the gather begins, too."""
+    began, captures = model.adapter.clock(), model.num_captures
     exchange.begin_step()
     num_threads = drafting_threads(model.device, exchange.comm.num_sharing)
     draft = draft_trees(plan, exchange, budgets, min(plan.sizes.num_recycled, model.vocab_size), num_threads)
@@ -54,14 +84,25 @@ def decode_step(
     results, gathering = overlap.take(plan, rows), None
     if results is None:
         results = forward(plan, model, draft, rows, fills)
-    if results is not None and (following := overlap.next_rows(plan, rows)) is not None:
+    following = overlap.next_rows(plan, rows) if results is not None else None
+    if following is not None or (is_early and plan.decoding and plan.batch.num_logprobs is None):
         gathering = exchange.begin_gather(draft, results)
+    if following is not None and results is not None:
         overlap.launch(plan, following, results)
+    captured = captures != model.num_captures
+    return Begun(plan, draft, rows, fills, results, gathering, began, captured, is_early)
+
+
+def end_step(begun: Begun, model: TreeModel, exchange: Exchange, budgets: Budgets, hooks: StepHooks) -> StepResult:
+    """Gather the results of a step, and advance its requests; a rank without work still takes part in the gather."""
+    plan, draft, rows, fills = begun.plan, begun.draft, begun.rows, begun.fills
     hooks.while_busy()
-    ahead = look_ahead(plan, model, draft, rows, fills, results)
+    ahead = look_ahead(plan, model, draft, rows, fills, begun.results)
     hooks.end_phase("forward")
-    how = plan.batch.num_logprobs, ahead.blocks
-    gathered = gathering() if gathering is not None else exchange.gather(draft, results, *how)
+    how, came = (plan.batch.num_logprobs, ahead.blocks), time.perf_counter()
+    gathered = begun.gathering() if begun.gathering is not None else exchange.gather(draft, begun.results, *how)
+    # A device that the host waits for hardly at all may have been done before the host came.
+    is_timed = not begun.captures and not (begun.is_early and time.perf_counter() - came < SHORTEST_WAIT)
     hooks.end_phase("gather")
     # If a rank was lost, the step is dropped: up to here no state has changed.
     concluded, moves = gathered.conclude(budgets)
@@ -78,8 +119,7 @@ def decode_step(
         count_filled(request, counts)
     outcomes = Outcomes(concluded, draft.num_entries, gathered.logprobs(concluded), plan.batch.one_by_one)
     hooks.end_phase("commit")
-    ms = wire.microseconds(gathered.of_replicas[draft.rank]) / 1e3
-    return StepResult(outcomes, gathered.num_command_bytes, ms)
+    return StepResult(outcomes, gathered, (model.adapter.clock() - begun.began) * 1e3 if is_timed else None)
 
 
 def draft_trees(

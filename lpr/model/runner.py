@@ -93,6 +93,7 @@ class TreeModel:
             self._uncapturable = uncapturable(model, self.adapter.accepts_positions)
             self.capturer = CudaCapturer(self.device) if self._uncapturable is None else None
         self._answer: list[Callable[[], None]] = []
+        self._stream: torch.cuda.Stream | None = None  # of the last call
 
     @property
     def attention(self) -> str:
@@ -297,6 +298,14 @@ class TreeModel:
     def launch_next(self, rows: Rows, selection: Selection, results: torch.Tensor) -> torch.Tensor | None:
         """As GraphForward.launch_next."""
         return self.graphs.launch_next(rows, selection, results) if self.graphs is not None else None
+
+    def follow_stream(self) -> None:
+        """Wait for the device's work of the last call, if the caller has changed to another stream."""
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            if self._stream is not None and stream != self._stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
 
     def worst_of_replica(self, found: int) -> int:
         """The maximum of `found` over the tp ranks of this replica; a collective call."""

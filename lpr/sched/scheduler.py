@@ -86,6 +86,13 @@ class Scheduler(Generic[R]):
         """Number of pages that no running request holds, and of the tokens in the prefix cache."""
         return self.placement.retained
 
+    def others(self, decoding: Sequence[R]) -> list[R]:
+        """The running requests besides those that decode."""
+        if len(decoding) == len(self.running):
+            return []
+        known = {request.admission for request in decoding}
+        return [request for request in self.running if request.admission not in known]
+
     def take_moves(self) -> list[list[PageMove]]:
         """Per rank, the operations on pages and states since the last call, in order."""
         return self.placement.take_moves()

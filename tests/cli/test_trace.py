@@ -52,14 +52,14 @@ def record(engine: Engine, prompts: list[list[int]], max_steps: int = 500) -> tu
 
 def test_the_data_is_what_the_engine_did(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    original = lpr.engine.step.decode_step
+    original = lpr.engine.step.end_step
 
     def watched(*args):
         result = original(*args)
         seen.extend(outcome.concluded for outcome in result.outcomes)
         return result
 
-    monkeypatch.setattr("lpr.engine.replica.decode_step", watched)
+    monkeypatch.setattr("lpr.engine.replica.end_step", watched)
     engine = Engine.from_model(llama, decode=DECODE)
     recorder, done = record(engine, [[3, 4, 5, 6], [7, 8]])
     data = json.loads(json.dumps(trace_data(recorder, engine)))

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,15 +22,20 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lpr.engine.overlap
+import lpr.engine.replica
+import lpr.engine.step
 from lpr import DecodeConfig, Engine, SamplingParams, bundled_model
 from lpr.core.constants import KNOTS
 from lpr.core.step_times import StepTimes
 from lpr.dist.comm import Comm
+from lpr.engine.driver import Driver
 from lpr.engine.exchange import Exchange
 from lpr.engine.hooks import StepHooks
 from lpr.engine.overlap import Overlap
+from lpr.engine.replica import Replica
 from lpr.engine.request import Request
 from lpr.model.graphs import GraphForward
+from lpr.model.kv_cache import KVCache
 from lpr.model.runner import TreeModel
 from lpr.model.watch import Watch
 from lpr.protocol import Stop, Submit
@@ -240,11 +247,15 @@ def test_arrivals_and_aborts(on_gpu: Callable[..., Engine], expected: list[list[
     assert overlap.num_launched > 30 and overlap.num_dropped == 0, "a step that is launched is taken, in part at least"
 
 
-@pytest.mark.slow
-def test_stop_strings(on_gpu: Callable[..., Engine], model: PreTrainedModel) -> None:
+def numbered_words() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(97)}, "t0"))
     words.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+@pytest.mark.slow
+def test_stop_strings(on_gpu: Callable[..., Engine], model: PreTrainedModel) -> None:
+    tokenizer = numbered_words()
     plain = Engine.from_model(copy.deepcopy(model), tokenizer, PLAIN)
     whole = ids(plain, MANY, PARAMS)
     stops = ["t{}t{}".format(*each[4 + i : 6 + i]) for i, each in enumerate(whole)]
@@ -516,7 +527,7 @@ def test_steps_on_other_streams(
 ) -> None:
     """A step waits for what an earlier one has launched on its stream, also if nothing of it is taken."""
     engine = on_gpu()
-    overlap = warm(engine)
+    warm(engine)
     streams = [Stream(gpu.streams), gpu.streams.default]
     with pytest.raises(RaceError) if fault else contextlib.nullcontext():
         for _ in range(2):
@@ -524,7 +535,7 @@ def test_steps_on_other_streams(
             while not engine.is_idle:
                 streams.reverse()
                 if fault:
-                    overlap._stream = None
+                    engine.model._stream = None
                 with torch.cuda.stream(streams[0]):  # type: ignore[arg-type]
                     engine.step()
             assert [each.token_ids for each in asked] == expected
@@ -549,14 +560,316 @@ def test_a_rank_that_others_may_join(gpu: PretendGpu, on_gpu: Callable[..., Engi
     """A mesh of one rank counts the gathers that it begins early."""
     found = []
 
-    def rank(comm: Comm) -> None:
+    def rank(comm: Comm, decode: DecodeConfig) -> None:
         with PretendGpu():
-            engine = on_gpu(comm=comm)
+            engine = on_gpu(decode, comm=comm)
             overlap = warm(engine)
             found.append((ids(engine) == expected, overlap.num_launched > 30, overlap.num_dropped))
             engine.close()
 
-    world = ElasticWorld(1)
-    world.start(0, rank)
-    world.join()
-    assert found == [(True, True, 0)]
+    for decode in (PLAIN, TREES):
+        world = ElasticWorld(1)
+        world.start(0, partial(rank, decode=decode))
+        world.join()
+    assert found == [(True, True, 0), (True, False, 0)]
+
+
+# Steps that begin in the call before.
+
+TREES = replace(PLAIN, window_size=3, trie_nodes=8, num_candidates=4)
+
+
+def early_steps(patch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step from now on: whether it began in the call before."""
+    found, run = list[bool](), Replica.run
+
+    def watched(replica: Replica, *args: Any) -> Any:
+        found.append(replica.begun is not None)
+        return run(replica, *args)
+
+    patch.setattr(Replica, "run", watched)
+    return found
+
+
+def test_steps_with_trees_begin_in_the_call_before(
+    gpu: PretendGpu, on_gpu: Callable[..., Engine], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first. A step still has one wait, and nothing is evaluated twice."""
+    engine, early = on_gpu(TREES), early_steps(monkeypatch)
+    warm(engine)
+    engine.configure(TREES)  # without the outputs, which leave few steps
+    gpu.events.clear()
+    early.clear()
+    replays = gpu.num_replays
+    assert ids(engine) == expected
+    assert sum(early) == len(early) - 1 > 30, early
+    assert gpu.count("read") == len(early) and gpu.count("wait") == gpu.count("pageable") == gpu.count("unpinned") == 0
+    assert gpu.num_replays - replays == len(early)
+    assert engine.replica.begun is None, "nothing is kept of an idle engine"
+    engine.replica.overlap.begins_early = False
+    early.clear()
+    assert ids(engine) == expected and not any(early)
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("seed", range(4))
+def test_arrivals_and_aborts_beside_steps_that_are_begun(
+    on_gpu: Callable[..., Engine], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Commands come between a launch and its reading; the step is completed before an abort, and no work is lost."""
+    engine, dice = on_gpu(TREES), random.Random(seed)
+    warm(engine)
+    early, asked = early_steps(monkeypatch), list[tuple[int, Request]]()
+    num_cut = 0
+    for number in range(120):
+        if number % 60 < 30 and dice.random() < 0.2:
+            which = dice.randrange(6)
+            asked.append((which, engine.submit(MANY[which], PARAMS[which])))
+        running = [request for _, request in asked if request.finish_reason is None]
+        if running and dice.random() < 0.1:
+            request, is_begun = dice.choice(running), engine.replica.begun is not None
+            before = request.num_output
+            engine.abort(request)
+            assert request.finish_reason is not None and engine.replica.begun is None
+            num_cut += is_begun and request.num_output > before
+        if dice.random() < 0.1:
+            engine.learn([1, 2, 3, number % 97])
+        engine.step()
+    while not engine.is_idle:
+        engine.step()
+    assert {request.finish_reason for _, request in asked} == {"length", "abort"}
+    for which, request in asked:
+        found = request.token_ids
+        assert found == (expected[which] if request.finish_reason == "length" else expected[which][: len(found)])
+        assert [token for chunk in request.take() for token in chunk.token_ids] == found
+    assert sum(early) > 10 and num_cut > 0, (sum(early), num_cut)
+
+
+def ended_requests_go_on(patch: pytest.MonkeyPatch) -> None:
+    """The next step has the rows of requests that have ended."""
+    begin = Replica._begin
+
+    def mutant(replica: Replica, schedule: Any, *how: Any, is_early: bool = False) -> Any:
+        chosen = replica.last if is_early and replica.last is not None else schedule
+        return begin(replica, chosen, *how, is_early=is_early)
+
+    update = Replica.update
+
+    def updated(replica: Any, schedule: Any, outcomes: Any) -> None:
+        update(replica, schedule, outcomes)
+        replica.last = schedule
+
+    patch.setattr(Replica, "update", updated)
+    patch.setattr(Replica, "_begin", mutant)
+    patch.setattr(Replica, "last", None, raising=False)
+
+
+def steps_without_a_schedule(patch: pytest.MonkeyPatch) -> None:
+    """No page is reserved for the next step, and nobody is admitted to it."""
+    update = Replica.update
+    done: list[Any] = []
+
+    def updated(replica: Any, schedule: Any, outcomes: Any) -> None:
+        update(replica, schedule, outcomes)
+        done[:] = [schedule] if replica._batch is not None and not schedule.filling else []
+
+    schedule = Replica.schedule
+    patch.setattr(Replica, "update", updated)
+    patch.setattr(Replica, "schedule", lambda replica: done.pop() if done else schedule(replica))
+
+
+def moves_behind_the_next_step(patch: pytest.MonkeyPatch) -> None:
+    """The accepted path's K/V come to their places after the next step has read them."""
+    commit_moves, begin, late = KVCache.commit_moves, Replica._begin, list[Any]()
+
+    def moved(cache: KVCache, *args: Any) -> None:
+        late.append((cache, args))
+
+    def began(*args: Any, **how: Any) -> Any:
+        found = begin(*args, **how)
+        for cache, moves in late:
+            commit_moves(cache, *moves)
+        late.clear()
+        return found
+
+    patch.setattr(KVCache, "commit_moves", moved)
+    patch.setattr(Replica, "_begin", began)
+
+
+def results_of_another_step(patch: pytest.MonkeyPatch) -> None:
+    """The gather of a step that is begun is read a step late."""
+    begin_gather, last = Exchange.begin_gather, list[Any]()
+
+    def mutant(exchange: Exchange, draft: Any, local: Any) -> Any:
+        wait = begin_gather(exchange, draft, local)
+        last.append(wait)
+        return lambda: replace(last.pop(0)(), draft=draft) if len(last) > 1 else wait()
+
+    patch.setattr(Exchange, "begin_gather", mutant)
+
+
+EARLY_FAULTS = (
+    ended_requests_go_on, steps_without_a_schedule, moves_behind_the_next_step, results_of_another_step,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", EARLY_FAULTS)
+def test_faults_of_steps_that_are_begun_are_noticed(
+    on_gpu: Callable[..., Engine], expected: list[list[int]], fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    engine = on_gpu(TREES, prefix_reuse=False)
+    warm(engine)
+    assert ids(engine) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        early = early_steps(patch)
+        try:
+            found: Any = ids(engine)
+        except Exception as failure:
+            found = failure
+        assert found != expected and any(early), found
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_no_step_concludes_for_a_request_that_is_gone(
+    on_gpu: Callable[..., Engine], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, fault: bool
+) -> None:
+    """Others may have its pages. The step that is begun is completed before an abort, whose request gets its tokens."""
+    engine, commit_moves = on_gpu(TREES), KVCache.commit_moves
+    warm(engine)
+    engine.configure(TREES)
+
+    def watched(cache: KVCache, rows: Any, moves: Any) -> None:
+        assert set(rows.slots.tolist()) <= {request.slots[0] for request in engine.scheduler.running}
+        commit_moves(cache, rows, moves)
+
+    monkeypatch.setattr(KVCache, "commit_moves", watched)
+    if fault:
+        monkeypatch.setattr(Driver, "_complete_begun", lambda driver: None)
+    first, second = (engine.submit(MANY[which], PARAMS[which]) for which in (3, 5))
+    for _ in range(3):
+        engine.step()
+    assert engine.replica.begun is not None and first.state is not None
+    before = len(first.state.tokens)
+    with pytest.raises(AssertionError) if fault else contextlib.nullcontext():
+        engine.abort(first)
+        advanced = engine.step()
+        assert len(advanced) == len({*advanced}) == 2, "each request once"
+        assert len(first.prompt_ids) + first.num_output > before and first.finish_reason == "abort"
+        while not engine.is_idle:
+            engine.step()
+        assert second.token_ids == expected[5] and first.token_ids == expected[3][: first.num_output]
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_steps_that_are_begun(on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
+    engine = on_gpu(TREES)
+    warm(engine)
+    for place, after in product(("draft", "forward", "gather", "commit", "while_busy"), (4, 5, 6)):
+        engine.hooks = Interrupting(place, after)
+        asked = [engine.submit(prompt, params) for prompt, params in zip(MANY, PARAMS, strict=True)]
+        with pytest.raises(KeyboardInterrupt):
+            while not engine.is_idle:
+                engine.step()
+        while not engine.is_idle:
+            engine.step()
+        for request, whole in zip(asked, expected, strict=True):
+            assert request.finish_reason == "length" or place == "commit"
+            assert request.token_ids == (whole if request.finish_reason == "length" else whole[: request.num_output])
+    engine.hooks = StepHooks()
+    dice = random.Random(5)
+    with interrupted_at(-1) as counted:
+        ids(engine)
+    for _ in range(5):
+        with interrupted_at(dice.randrange(-counted.number)) as countdown, contextlib.suppress(KeyboardInterrupt):
+            ids(engine)
+        assert ids(engine) == expected, countdown.where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [False, True])
+def test_begun_steps_on_other_streams(
+    gpu: PretendGpu, on_gpu: Callable[..., Engine], expected: list[list[int]], fault: bool
+) -> None:
+    """A step that an interrupt has dropped writes on its stream, behind which the next one waits."""
+    engine = on_gpu(TREES)
+    warm(engine)
+    streams = [Stream(gpu.streams), gpu.streams.default]
+    with pytest.raises(RaceError) if fault else contextlib.nullcontext():
+        for _ in range(2):
+            asked = [engine.submit(prompt, params) for prompt, params in zip(MANY, PARAMS, strict=True)]
+            while not engine.is_idle:
+                streams.reverse()
+                engine.replica.begun = None
+                if fault:
+                    engine.model._stream = None
+                with torch.cuda.stream(streams[0]):  # type: ignore[arg-type]
+                    engine.step()
+            assert [each.token_ids for each in asked] == expected
+
+
+def test_the_time_of_a_step_that_is_begun(on_gpu: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts from its beginning, but not if the host came when the device may have been done."""
+    engine = on_gpu(TREES)
+    warm(engine)
+    engine.configure(TREES)
+    clock, begin_gather, waits, found = [0.0], Exchange.begin_gather, list[bool](), list[float | None]()
+    engine.model.adapter.clock = lambda: clock[0]
+
+    def gathering(exchange: Exchange, draft: Any, local: Any) -> Any:
+        wait = begin_gather(exchange, draft, local)
+
+        def waited() -> Any:
+            waits.append(len(waits) % 3 > 0)
+            time.sleep(2 * lpr.engine.step.SHORTEST_WAIT * waits[-1])
+            clock[0] += 1.0
+            return wait()
+
+        return waited
+
+    monkeypatch.setattr(Exchange, "begin_gather", gathering)
+    monkeypatch.setattr(lpr.engine.step, "SHORTEST_WAIT", 1e-2)
+    engine.submit(MANY[3], PARAMS[5])
+    while not engine.is_idle:
+        engine.replica._timed = None
+        engine.step()
+        clock[0] += 10.0  # of the caller
+        found.append(engine.replica._timed[2] if engine.replica._timed is not None else None)
+    first, *early = found
+    assert len(waits) == len(early) > 10
+    assert early == [11e3 if is_long else None for is_long in waits]
+
+
+def test_what_the_front_sends_is_heard_before_the_next_step_begins(
+    on_gpu: None, model: PreTrainedModel, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a step, with nothing launched: a request that came while the device worked joins the next step."""
+    engine = Engine.from_model(to_gpu(copy.deepcopy(model)), numbered_words(), TREES, swap_space=0)
+    warm(engine)
+    engine.configure(TREES)
+    early, begun = early_steps(monkeypatch), list[bool]()
+
+    class Front(ScriptedLine):
+        def __init__(self) -> None:
+            self.sent, self.waits = [], []
+            self._script = [Submit(which, MANY[which], PARAMS[which], len(MANY[which])) for which in (3, 5)]
+
+        def take(self, wait: float) -> list[Any]:
+            begun.append(engine.replica.begun is not None)
+            if len(begun) == 1:
+                return [self._script[0]]
+            if len(begun) == 6:
+                assert len(engine.scheduler.running) == 1
+                return [self._script[1]]
+            assert len(begun) != 7 or len(engine.scheduler.running) == 2
+            return [Stop()] if len(begun) > 6 and engine.is_idle else []
+
+    line = Front()
+    bridge = EngineBridge(engine, line, "tiny")  # type: ignore[arg-type]
+    assert bridge.overlaps
+    bridge.run()
+    assert not any(begun) and len(begun) <= len(early) + 3 and sum(early) > 0.8 * len(early)
+    for which in (3, 5):
+        chunks = [chunk for step in line.steps for chunk in step.chunks if chunk.id == which]
+        assert [token for chunk in chunks for token in chunk.token_ids] == expected[which]
+        assert chunks[-1].finish_reason == "length"

@@ -95,13 +95,14 @@ def check(
     assert (engine.model.graphs is not None) == options.get("graphs", True)
     assert gpu_pick(engine.model.device) is sampling_kernel, "sampling fell back"
     gathers = []
-    gather = engine.comm.gather
+    begin_gather = engine.comm.begin_gather
 
-    def counted(payload: torch.Tensor) -> torch.Tensor:
+    def counted(payload: torch.Tensor) -> Any:
         gathers.append(1)
-        return gather(payload)
+        return begin_gather(payload)
 
-    engine.comm.gather = counted  # type: ignore[method-assign]
+    engine.comm.begin_gather = counted  # type: ignore[method-assign]
+    engine.comm.gather = lambda payload: counted(payload)()  # type: ignore[method-assign]
     for name in names:
         machine.events.clear()
         gathers.clear()

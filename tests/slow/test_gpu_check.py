@@ -227,8 +227,8 @@ def test_a_dry_run_on_the_pretend_gpu(loaded_there: PretendGpu, tmp_path: Path) 
     for made in (record["sections"]["copies:tiny"][form] for form in ("int8", "int4", "fp8")):
         assert made["reason"] is None and made["graphs"].keys() == made["eager"].keys() == {1, 4}
     assert record["sections"]["correctness"]["graphs_equal_to_eager"] == {"greedy": 2, "seeded": 2}
-    overlap = record["sections"]["recorded:tiny"]["overlap"]
-    assert overlap["same_ids"] and overlap["launched"] > 0
+    plain, drafts = record["sections"]["recorded:tiny"]["overlap"]
+    assert plain["same_ids"] and drafts["same_ids"] and plain["launched"] > 0
     assert json.loads(target.read_text())["sections"] == json.loads(json.dumps(record["sections"]))
     [part] = step_times(json.loads(target.read_text()))
     assert len(part.table.rows) == 2

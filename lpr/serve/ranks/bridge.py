@@ -151,6 +151,8 @@ class EngineBridge(StepHooks):
         self._ready: list[Chunk] = []  # chunks outside steps, to be sent with the next ones
         self._advanced: list[Request] = []
         self._begun: set[int | str] = set()  # requests with a slot, as the front was told
+        self._has_heard = False  # True if the messages for the next step were handled
+        self._has_to_stop = False
         line.moved(self._load())
         line.send(facts_of(engine, model))
 
@@ -158,8 +160,12 @@ class EngineBridge(StepHooks):
         """Work until the front sends Stop; raises FrontGoneError if it hangs up."""
         self.engine.hooks = self
         try:
-            while self._obey(self._line.take(self._patience)):
-                self._learn()
+            while True:
+                if self.engine.is_idle or not self._has_heard:
+                    self._hear(self._patience)
+                if self._has_to_stop:
+                    return
+                self._has_heard = False
                 # Without work this only checks that the other ranks are alive.
                 self._advanced += self.engine.step()
                 self._num_steps += not self.engine.is_idle
@@ -168,11 +174,19 @@ class EngineBridge(StepHooks):
         finally:
             self.engine.hooks = StepHooks()
 
-    def _obey(self, received: Sequence[messages.ToDriver]) -> bool:
-        """Handle the front's messages, new requests last and as many as delay no running ones; False after Stop."""
+    def _hear(self, wait: float) -> None:
+        """Handle what the front and other replicas have sent; waits up to `wait` seconds for the front."""
+        self._has_heard = True
+        self._obey(self._line.take(wait))
+        if not self._has_to_stop:
+            self._learn()
+
+    def _obey(self, received: Sequence[messages.ToDriver]) -> None:
+        """Handle the front's messages up to Stop, new requests last and as many as delay no running ones."""
         for message in received:
             if isinstance(message, Stop):
-                return False
+                self._has_to_stop = True
+                return
             if isinstance(message, Submit):
                 self._new[int(message.id)] = message
                 if message.params.grammar and (compiling := self.engine.compile(message.params.grammar)) is not None:
@@ -197,7 +211,6 @@ class EngineBridge(StepHooks):
             message = self._new.pop(id)
             num_read += len(message.token_ids) - message.num_prompt
             self._ready += self._submit(message)
-        return True
 
     def _change(self, message: messages.LoadAdapter | messages.UnloadAdapter) -> None:
         """Load or unload an adapter; later requests wait for it."""
@@ -227,6 +240,10 @@ class EngineBridge(StepHooks):
             self._line.send(messages.Pulse(self._line.load))
             self._line.flush()
         self._begun = running
+
+    def between_steps(self) -> None:
+        if self.overlaps:
+            self._hear(0.0)
 
     def while_busy(self) -> None:
         if self.overlaps:
