@@ -24,6 +24,7 @@ class Search {
     alignments_.clear();
     guesses_.assign(1, 0);
     noise_.begin(drafter.seed, drafter.num_observed_);
+    bool is_new = tree.size() == 1;  // a later node then equals none that is there
     expand(0, 1.0, {}, 0, 0, kNothing);
     while (!heap_.empty()) {
       std::pop_heap(heap_.begin(), heap_.end());
@@ -51,6 +52,7 @@ class Search {
         found.push_back(next.rank);
         drafter.cells_.push_back(payload.cell);
         if (price) price->take(next.rank);
+        if (is_new && tree.size() == limit) return;
       } else {
         found[child] = next.rank;
         drafter.cells_[child] = payload.cell;

@@ -5,10 +5,10 @@
 #pragma once
 
 #include <algorithm>
-#include <deque>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "constants.h"
 #include "flat_map.h"
@@ -161,7 +161,9 @@ class SuffixIndex {
       base += stop;
       size_ -= stop;
       start = 0;
-      for (; first_block_ < base >> kBlockBits && !blocks_.empty(); first_block_++) blocks_.pop_front();
+      int64_t gone = std::min<int64_t>((base >> kBlockBits) - first_block_, blocks_.size());
+      blocks_.erase(blocks_.begin(), blocks_.begin() + gone);
+      first_block_ += gone;
     }
   }
 
@@ -171,7 +173,7 @@ class SuffixIndex {
   }
 
   int64_t size_ = 0, first_block_ = 0;
-  std::deque<std::unique_ptr<Entry[]>> blocks_;
+  std::vector<std::unique_ptr<Entry[]>> blocks_;
   FlatMap singles_;
   ShardedMap pairs_;
 };
