@@ -28,7 +28,7 @@ from lpr import DecodeConfig, Engine, InputError, SamplingParams
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
-NEW_TOKENS = 28
+NEW_TOKENS = 18
 DECODE = DecodeConfig(max_batch_size=2, window_size=4, ngram_size=3, guess_set_size=3, trie_nodes=16, max_length=120)
 PROMPTS = [[(7 * i + i * i) % 89 + 2 for i in range(19)], [(5 * i + 3 * i * i) % 83 + 4 for i in range(33)]]
 """Ragged, and longer than the tiny configs' sliding windows."""

@@ -201,7 +201,7 @@ def test_results_of_a_step_outlive_the_passes(fault: bool, gpu: PretendGpu, monk
 MANY = [[(seed * i + seed) % 97 for i in range(8 + seed)] for seed in range(3, 10)]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.usefixtures("quick_start", "short_steps")
 @pytest.mark.slow
 def test_batches_that_come_and_go(form: Form, gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:

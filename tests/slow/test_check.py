@@ -33,13 +33,12 @@ def with_torch(test: Callable[..., None]) -> Callable[..., None]:
 EVERY_SHAPE, IN_BFLOAT16 = fast.test_every_shape_of_a_step_gives_the_same_bits, fast.test_the_same_ids_in_bfloat16
 STEPS, THREADS = fast.test_steps_are_cut_where_a_library_takes_another_kernel, fast.test_several_threads
 
-test_every_shape = again(EVERY_SHAPE, "family, dtype", product(fast.FAMILIES, fast.DTYPES))
+TWO_DTYPES = *product(fast.FAMILIES, fast.DTYPES[1:2]), *zip(fast.FAMILIES, cycle(fast.DTYPES[::2]), strict=False)
+test_every_shape = again(EVERY_SHAPE, "family, dtype", TWO_DTYPES, without=fast.CASES)
 test_every_shape_by_torch = with_torch(
     again(EVERY_SHAPE, "family, dtype", zip(fast.FAMILIES, cycle(fast.DTYPES), strict=False))
 )
-test_the_same_ids_in_bfloat16 = again(
-    IN_BFLOAT16, "decode, num_ranks", product(fast.DECODES, (1, 2, 4)), without=fast.SHARED_BY
-)
+test_the_same_ids_in_bfloat16 = again(IN_BFLOAT16, "decode, num_ranks", zip(fast.DECODES, (4, 2, 1), strict=True))
 test_steps_are_cut = again(STEPS, "dtype", fast.DTYPES, without=[torch.bfloat16])
 test_steps_are_cut_by_torch = with_torch(again(STEPS, "dtype", [torch.bfloat16]))
 test_several_threads = again(THREADS, "dtype", [torch.float32])

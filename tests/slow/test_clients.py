@@ -65,6 +65,7 @@ def test_schemathesis_finds_no_5xx(tmp_path):
             sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json", "--max-examples", examples,
             "--checks", "not_a_server_error,content_type_conformance", "--phases", "examples,coverage,fuzzing",
             "--suppress-health-check", "all", "--no-color", "--seed", "1", "--exclude-path", "/metrics",
+            "--exclude-path", "/beta/completions",  # another name of /v1/completions
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

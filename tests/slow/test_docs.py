@@ -19,10 +19,16 @@ from tests.fakes.paths import ROOT
 from tests.fakes.torchrun import FORKED
 from tests.project.test_docs import DOCS, PROGRAMS, SITE, blocks_of
 
+FEW_MEASUREMENTS = """
+from lpr.engine import sizing
+sizing.ENOUGH = sizing.PATIENCE = sizing.LONGER = sizing.AGREE = 0.0
+"""
+"""The start measures step times in two rounds, as in the other tests."""
+
 
 def test_the_program_for_several_ranks_runs(tmp_path: Path) -> None:
     (program,) = blocks_of(DOCS / "engine.md", "py")
-    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    (tmp_path / "program.py").write_text(FEW_MEASUREMENTS + program, encoding="utf-8")
     command = [*FORKED, "2", "program.py"]
     threads = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

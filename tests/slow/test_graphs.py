@@ -14,7 +14,7 @@ from tests.model import test_graphs as fast
 from tests.model.test_graphs import DECODE, FAMILIES, GREEDY, MIXED, captured, expected, ids, model
 
 test_the_same_text_as_without_graphs = again(fast.test_the_same_text_as_without_graphs, "batch", [1, 8])
-test_the_same_text_on_several_ranks = again(fast.test_the_same_text_on_several_ranks, "num_ranks", [1, 3])
+test_the_same_text_on_several_ranks = again(fast.test_the_same_text_on_several_ranks, "num_ranks", [3])
 test_a_step_waits_for_the_device_once = again(
     fast.test_a_step_waits_for_the_device_once, "num_ranks, graphs", [(1, False), (2, True)]
 )

@@ -356,7 +356,7 @@ def few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"layer_types": ["linear_attention", "full_attention"]}
     monkeypatch.setitem(KINDS, "qwen3_next", {**kinds, **few})
     monkeypatch.setitem(KINDS, "olmo_hybrid", {**kinds, **few, "linear_num_key_heads": 2})
-
+    monkeypatch.setitem(KINDS, "mamba2", {**KINDS["mamba2"], "num_heads": 4, "expand": 1})
     monkeypatch.setattr("lpr.engine.prepare.self_check", without_a_check)
     # The kernels that sample have their own tests; the interpreter takes ten seconds to try them.
     monkeypatch.setattr("lpr.model.sampling.choice.tried_logits", lambda _: iter(()))

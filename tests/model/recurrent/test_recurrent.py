@@ -45,10 +45,13 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {  # Mamba 2
         "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_state": 8, "shared_intermediate_size": 16,
+        "mamba_chunk_size": 16,
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},  # Mamba 1
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},  # a convolution alone
-    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2},  # without attention
+    "mamba2": {  # without attention
+        "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2, "chunk_size": 16,
+    },
 }  # fmt: skip
 SOME = ["qwen3_next", "jamba"]
 """Of kinds of code that are far apart; tests/slow has the others."""
