@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 import lpr.cli.generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
@@ -338,6 +339,18 @@ def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: P
                 report.write_text(json.dumps(results))
 
 
+def imports_of(job: dict[str, dict[str, dict[str, str]]]) -> set[str]:
+    """Modules that each rank would import for the job's cases."""
+    found = {"deepspeed" for case in job["cases"].values() if case.get("backend") == "deepspeed"}
+    if found:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # as lpr.model.parallel has it
+    for case in job["cases"].values():
+        config = json.loads(Path(case["model"], "config.json").read_text())
+        family = model_type_to_module_name(config["model_type"])
+        found.add(f"transformers.models.{family}.modeling_{family}")
+    return found
+
+
 def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text())
     world = World.from_environment()
@@ -356,5 +369,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        fork_ranks(int(sys.argv[2]))
+        fork_ranks(int(sys.argv[2]), *sorted(imports_of(json.loads(Path(sys.argv[1]).read_text()))))
     leave(main())
