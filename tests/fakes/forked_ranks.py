@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import runpy
@@ -28,6 +29,7 @@ def fork_ranks(count: int, *modules: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    gc.freeze()  # a rank's collector would write to, and so copy, the pages of all that is imported
     ranks = []
     for rank in range(count):
         if (child := os.fork()) == 0:
