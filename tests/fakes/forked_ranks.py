@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import runpy
@@ -14,18 +15,21 @@ import sys
 import lpr.cli.generate
 
 
-def fork_ranks(count: int) -> None:
+def fork_ranks(count: int, *modules: str) -> None:
     """Return in `count` children; the parent ends when all of them have ended, with the highest of their exit codes.
 
-    Torchrun ends the others when one has failed. Here they notice it by themselves, or their time is up.
+    Before, it imports `modules` too. Torchrun ends the others when one has failed. Here they notice it by themselves,
+    or their time is up.
     """
     from transformers import conversion_mapping  # which compiles 1,000 patterns when the first model is loaded
 
     conversion_mapping.get_checkpoint_conversion_mapping("llama")
-    importlib.import_module("transformers.models.llama.modeling_llama")
+    for name in ("transformers.models.llama.modeling_llama", *modules):
+        importlib.import_module(name)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    gc.freeze()  # a rank's collector would write to, and so copy, the pages of all that is imported
     ranks = []
     for rank in range(count):
         if (child := os.fork()) == 0:

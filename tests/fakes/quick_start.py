@@ -6,7 +6,8 @@ that an import reads. Each child has such a process for its children: torchrun, 
 Sandboxes are forked by a second process, which has imported what they import and nothing else.
 The child is its caller's, with its pid, exit code, signals, descriptors, session, command line and environment.
 It differs from one that was started: all have one hash seed, and pages that nobody writes are shared. Commands of shell
-scripts and those with `-c` are started, and all with LPR_TRUE_START in their environment or in pytest's.
+scripts (but for `torchrun`, with tests/fakes/quick_scripts.py) and those with `-c` are started, and all with
+LPR_TRUE_START in their environment or in pytest's.
 
 As a program this is the process that forks.
 """
@@ -34,6 +35,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
+    "benchmarks.gpu_check",
     "lpr.generate",
     "lpr.serve",
     "lpr.serve.ranks.rank",
@@ -56,6 +58,8 @@ READ_BY_IMPORTS = (
     "ATEN", "CUDA", "GOMP", "HF_", "KMP", "LD_", "LPR_NATIVE", "LPR_TRUE", "MALLOC", "MKL", "OMP", "PYTHON",
     "TOKENIZERS", "TORCHINDUCTOR", "TORCH_", "TRANSFORMERS", "TRITON",
 )  # fmt: skip
+READ_LATER = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+"""Of these, variables that no import reads: torchrun sets the first for its ranks, a compilation the others."""
 ROOM = "x" * 40000
 """For the command line, and for the environment, of a child in place of its first parent's."""
 HIGH = 400
@@ -69,8 +73,8 @@ def is_forker(pid: int | str) -> bool:
 
 
 def read_by_imports(environment: dict[str, str]) -> dict[str, str]:
-    found = {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
-    found.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun sets it for its ranks
+    read = (name for name in environment if name.startswith(READ_BY_IMPORTS) and name not in READ_LATER)
+    found = {name: environment[name] for name in read}
     if set(found.get("PYTHONPATH", "").split(os.pathsep)) <= {"", str(ROOT), *sys.path}:
         found.pop("PYTHONPATH", None)
     return found

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 import lpr.cli.generate
 from lpr import DecodeConfig, Engine, InputError, SamplingParams
@@ -25,6 +26,7 @@ from lpr.core.passes import Passes
 from lpr.dist.comm import ProcessComm
 from lpr.dist.errors import CommError
 from lpr.dist.runtime import World, join, leave
+from lpr.engine import prepare, sizing
 from lpr.engine.exchange import DesyncError
 from lpr.model import parallel
 from lpr.model.attention import native as native_attention
@@ -43,11 +45,14 @@ from lpr.model.rewrite.table import FUSED
 from tests.fakes.altered_gather import change_sent
 from tests.fakes.compared import PLAIN, SHAPES, Group, Worlds
 from tests.fakes.forked_ranks import fork_ranks
+from tests.fakes.known_checks import known_check
 from tests.fakes.rewriting import merge_projections
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 5, 7], [2, 4], [(i * i) % 97 for i in range(70)]]
 PARAMS = [SamplingParams(max_new_tokens=16, temperature=0.8 * (i % 2), seed=i) for i in range(2) for _ in PROMPTS]
 FEW = [replace(each, max_new_tokens=12) for each in PARAMS]
+NUM_EXACT = 10
+"""Tokens of each of three prompts that are decoded in exact mode."""
 DECODE = DecodeConfig(window_size=4, trie_nodes=16, max_batch_size=3)
 
 
@@ -117,7 +122,7 @@ def exact_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     plain = DecodeConfig.autoregressive(max_batch_size=1)
     engine = Engine.from_pretrained(case["model"], plain, comm=comm, exact=True, dtype=case["dtype"])
     assert engine.model.exact and engine.model.adapter.gemm_rows is not None
-    params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
+    params = [replace(each, max_new_tokens=NUM_EXACT) for each in PARAMS[2:5]]
     worlds = Worlds(None, case["dtype"], exact=True, engine=engine)
     found = Group(worlds, PROMPTS, params).run(["both, batch of 4, fills of 32", "window"])
     return {"found": found, "mesh": [comm.size, comm.tp_size], "shapes": held_shapes(engine.model.model)}
@@ -126,7 +131,7 @@ def exact_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
 def exact_ranks_case(case: dict[str, str], comm: ProcessComm) -> dict[str, object]:
     """Trees that the processes share, in exact mode, against plain decoding that this one has done alone."""
     alone = Engine.from_pretrained(case["model"], PLAIN, exact=True, dtype=case["dtype"])
-    params = [replace(each, max_new_tokens=16) for each in PARAMS[2:5]]
+    params = [replace(each, max_new_tokens=NUM_EXACT) for each in PARAMS[2:5]]
     group = Group(Worlds(None, case["dtype"], exact=True, engine=alone), PROMPTS, params)
     group.decode_plainly()
     if case.get("fault") == "threads" and comm.rank:
@@ -338,7 +343,27 @@ def run_cases(job: dict[str, dict[str, dict[str, str]]], world: World, report: P
                 report.write_text(json.dumps(results))
 
 
+def imports_of(job: dict[str, dict[str, dict[str, str]]]) -> set[str]:
+    """Modules that each rank would import for the job's cases."""
+    found = {"deepspeed" for case in job["cases"].values() if case.get("backend") == "deepspeed"}
+    if found:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # as lpr.model.parallel has it
+    for case in job["cases"].values():
+        config = json.loads(Path(case["model"], "config.json").read_text())
+        family = model_type_to_module_name(config["model_type"])
+        found.add(f"transformers.models.{family}.modeling_{family}")
+    return found
+
+
 def main() -> int:
+    prepare.self_check = known_check  # once for each kind of model; those with faults in them are checked each time
+    for each in (
+        "ENOUGH",
+        "PATIENCE",
+        "LONGER",
+        "AGREE",
+    ):  # of step times, as in tests/conftest.py
+        setattr(sizing, each, 0.0)
     job = json.loads(Path(sys.argv[1]).read_text())
     world = World.from_environment()
     report = Path(job["output"]).with_suffix(f".{world.rank}")
@@ -356,5 +381,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        fork_ranks(int(sys.argv[2]))
+        fork_ranks(int(sys.argv[2]), *sorted(imports_of(json.loads(Path(sys.argv[1]).read_text()))))
     leave(main())

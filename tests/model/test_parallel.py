@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from dev.families import tiny_model as tiny_family
-from dev.family_table import FAMILIES
 from lpr import DecodeConfig, Engine, InputError
 from lpr.cli.generate import main, parse
 from lpr.dist.runtime import World
@@ -36,9 +33,12 @@ MODELS = {
     "one_kv_head": {"model_type": "mistral", "num_key_value_heads": 1, "vocab_size": 101},
     "opt": {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64},
 }
-COMPILED = {"model_type": "qwen2", "num_key_value_heads": 1, "vocab_size": 101, "tie_word_embeddings": True}
-"""A bias, a head that all ranks have, and a vocabulary that they do not share evenly: a compilation takes 30 s of a
-core. Faults of a part are in tests/slow/test_torch_compile.py."""
+COMPILED = {
+    "model_type": "qwen2", "num_key_value_heads": 1, "vocab_size": 101, "tie_word_embeddings": True,
+    "num_hidden_layers": 1,
+}  # fmt: skip
+"""A bias, a head that all ranks have, and a vocabulary that they do not share evenly: a compilation takes seconds of a
+core for each layer. Faults of a part are in tests/slow/test_torch_compile.py."""
 
 
 needs_mesh = pytest.mark.skipif(
@@ -148,29 +148,11 @@ def check_compiled(model: PreTrainedModel, reports: list[dict[str, Any]]) -> Non
 def test_two_replicas_of_two_ranks(
     models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    check_two_replicas(models, folders, tmp_path, {}, ())
-
-
-def check_two_replicas(
-    models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path,
-    more: dict[str, tuple[str, ...]], families: Sequence[str],
-) -> None:  # fmt: skip
     runs = {
         "llama/lie": ("llama", "transformers", "lie"),  # which changes nothing
-        **more,
         "llama/state": ("llama", "transformers", "state"),
     }
-    cases = {
-        name: dict(zip(("model", "backend", "fault"), (str(folders[model]), *rest), strict=False))
-        for name, (model, *rest) in runs.items()
-    }
-    wholes = {each.name: tiny_family(each) for each in FAMILIES if each.name in families}
-    for name, whole in wholes.items():
-        whole.save_pretrained(tmp_path / name)
-    trees = {f"trees/{name}": {"model": str(tmp_path / name)} for name in wholes}
-    done = launch(4, {"tp": 2, "cases": {**trees, **cases}}, tmp_path)
-    reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(4)]
-    check_trees(wholes, [{name: report.pop(f"trees/{name}") for name in wholes} for report in reports])
+    done, reports = two_replicas(folders, tmp_path, runs)
     spoiled = [report.pop("llama/state")["error"] for report in reports]
     for report in reports:
         check_exact(report, models, [2, 2])
@@ -197,6 +179,19 @@ def check_two_replicas(
     }
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert [shapes[rank][name] for rank in (0, 1)] == [[49, 64], [48, 64]]
+
+
+def two_replicas(
+    folders: dict[str, Path], tmp_path: Path, runs: dict[str, tuple[str, ...]],
+    more: dict[str, dict[str, str]] | None = None,
+) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:  # fmt: skip
+    """The job of four ranks and their reports: cases of `more`, and `runs`, of a model, a backend, perhaps a fault."""
+    cases = {
+        name: dict(zip(("model", "backend", "fault"), (str(folders[model]), *rest), strict=False))
+        for name, (model, *rest) in runs.items()
+    }
+    done = launch(4, {"tp": 2, "cases": {**(more or {}), **cases}}, tmp_path)
+    return done, [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(4)]
 
 
 # Without processes.

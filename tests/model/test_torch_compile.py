@@ -165,7 +165,7 @@ class Direct(Capturer):
         return program
 
 
-def start_compiled(family: str, num_slots: int = 4, max_nodes: int = 40, **how: Any) -> tuple[int, int, int]:
+def start_compiled(family: str, num_slots: int, max_nodes: int, **how: Any) -> tuple[int, int, int]:
     """Forms after the check, after a whole start and after steps of later slots; each is compared by the check."""
     runner, like = runner_of(family, num_hidden_layers=1, **how)
     counters = torch._dynamo.utils.counters

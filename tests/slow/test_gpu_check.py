@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks import gpu_check
+from benchmarks import gpu_check, recorded
 from benchmarks.gpu import bare, models, several
 from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu_check import Report
@@ -25,9 +27,9 @@ from lpr.core.step_times import StepTimes
 from lpr.model import loader
 from tests.fakes.models import tiny_model
 from tests.fakes.paths import ROOT
-from tests.fakes.pretend_gpu import CUDA, OnGpu, PretendGpu, gpu, guard, to_gpu
+from tests.fakes.pretend_gpu import CUDA, OnGpu, PretendGpu, gpu, guard, short_steps, to_gpu
 
-__all__ = ["gpu", "guard"]
+__all__ = ["gpu", "guard", "short_steps"]
 SECTIONS = [
     "environment", "bandwidth", "build:tiny", "t(n):tiny", "recorded:tiny", "copies:tiny", "profile:tiny",
     "kernels", "correctness", "exact", "sampling", "ranks:2", "hybrid",
@@ -38,6 +40,20 @@ ON_ONE_GPU = [
     "environment", "bandwidth", "build:tiny", "t(n):tiny", "recorded:tiny",
     "copies:tiny", "profile:tiny", "kernels", "correctness", "sampling",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_sections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clients have few recorded texts to follow, a time is the median of five, and what the tests hold is not garbage.
+
+    Behind each section the program collects garbage, for which 0.3 s of objects of the tests were looked at.
+    """
+    all_texts = recorded.stand_in
+    monkeypatch.setattr(recorded, "stand_in", lambda: all_texts()[:8])
+    monkeypatch.setattr(gpu_parts.median_ms, "__defaults__", (0.0, 5))
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def run(monkeypatch: pytest.MonkeyPatch, target: Path, *more: str) -> int:
@@ -175,7 +191,9 @@ def small_bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def loaded_there(gpu: PretendGpu, small_bundled: Path, monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
+def loaded_there(
+    gpu: PretendGpu, short_steps: None, small_bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> PretendGpu:
     """Models come to the pretend GPU where they would come to a real one."""
 
     def there(model: Any) -> Any:

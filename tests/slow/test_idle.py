@@ -67,9 +67,9 @@ def test_an_idle_job_outlives_its_timeouts_and_then_answers() -> None:
 )
 def test_a_lost_rank_is_noticed_within_seconds(lost: int, how: signal.Signals, then: str) -> None:
     """Idle or not, long before the time-out of a step."""
-    with ranks_of(timeout=300, idle=1, then=then) as ranks:
+    with ranks_of(timeout=300, idle=0.5, then=then) as ranks:
         assert line_of(ranks[0]) == "idle"
-        time.sleep(2)
+        time.sleep(1)
         ranks[lost].send_signal(how)
         at = time.time()
         found = json.loads(line_of(ranks[1 - lost]))

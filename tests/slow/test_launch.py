@@ -14,6 +14,7 @@ import pytest
 from lpr.dist.places import INTERFACES
 from tests.dist.test_private_store import LOOPBACK
 from tests.fakes.paths import ROOT
+from tests.fakes.quick_scripts import torchrun_path
 from tests.project.test_launch import (
     JOB,
     KEY,
@@ -32,7 +33,7 @@ from tests.project.test_launch import (
 )
 
 
-def test_a_set_of_two_machines_serves(tmp_path: Path) -> None:
+def test_a_set_of_two_machines_serves(torchrun_path: str) -> None:
     """The manifest's own commands, as Kubernetes would start them, for two machines that are both this one."""
     (found,) = documents(LAUNCH / "k8s/leaderworkerset_two_machines.yaml")
     port, store = free_port(), free_port()
@@ -48,7 +49,7 @@ def test_a_set_of_two_machines_serves(tmp_path: Path) -> None:
             words = [each for each in words if ours.get(each.split("=")[0], 0) is not None]
             words = [f"{name}={ours[name]}" if (name := each.split("=")[0]) in ours else each for each in words]
             command = [*box["command"], *words, *TINY]
-            env = on_path() | {"LPR_API_KEY": KEY, **dict.fromkeys(INTERFACES, "lo")}
+            env = on_path() | {"PATH": torchrun_path, "LPR_API_KEY": KEY, **dict.fromkeys(INTERFACES, "lo")}
             processes.append(subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True))
         assert ask(port, processes)["usage"]["completion_tokens"] > 0
         assert httpx.get(f"http://127.0.0.1:{port}/readyz").json()["ranks"]["present"] == 2
@@ -59,10 +60,10 @@ def test_a_set_of_two_machines_serves(tmp_path: Path) -> None:
         end_groups(processes)
 
 
-def test_the_slurm_script_serves(slurm: dict[str, str]) -> None:
+def test_the_slurm_script_serves(slurm: dict[str, str], tmp_path: Path, torchrun_path: str) -> None:
     """On two machines, whose tasks are started here."""
     port = free_port() % 20000 + 20000
-    env = slurm | {"SLURM_JOB_NUM_NODES": "2", "PORT": str(port - 3)}
+    env = slurm | {"SLURM_JOB_NUM_NODES": "2", "PORT": str(port - 3), "PATH": f"{tmp_path}:{torchrun_path}"}
     command = [LAUNCH / "slurm_serve.sh", "--lp", "2", *TINY]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
@@ -75,8 +76,9 @@ def test_the_slurm_script_serves(slurm: dict[str, str]) -> None:
             end_groups([process])
 
 
-def test_a_slurm_job_meets_by_its_numbers(slurm: dict[str, str]) -> None:
+def test_a_slurm_job_meets_by_its_numbers(slurm: dict[str, str], tmp_path: Path, torchrun_path: str) -> None:
     env = slurm | {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": str(free_port()), "SLURM_SUBMIT_DIR": str(ROOT)}
+    env["PATH"] = f"{tmp_path}:{torchrun_path}"
     done = subprocess.run([LAUNCH / "slurm.sh", *JOB], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["token_ids"]) == 8

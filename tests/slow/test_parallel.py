@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from dev.families import tiny_model as tiny_family
+from dev.family_table import FAMILIES
 from lpr import DecodeConfig, Engine
 from lpr.model import transformers_versions as versions
 from lpr.model.heads.forms import MIMO
 from tests.fakes.adapters import ATTENTION, merged, write_adapter
 from tests.fakes.models import stock_greedy, tiny_model
 from tests.fakes.models_with_heads import checkpoint_with_head
-from tests.fakes.tp_worker import DECODE, FEW, PARAMS, PROMPTS
+from tests.fakes.tp_worker import DECODE, FEW, NUM_EXACT, PARAMS, PROMPTS
 from tests.model.recurrent.test_split_heads import CASES, TWO_GROUPS, model_of
 from tests.model.recurrent.test_split_heads import check as check_recurrent
 from tests.model.test_parallel import (
@@ -26,10 +28,11 @@ from tests.model.test_parallel import (
     TREES,
     check_compiled,
     check_exact,
-    check_two_replicas,
+    check_trees,
     folders,
     launch,
     models,
+    two_replicas,
 )
 
 
@@ -47,7 +50,7 @@ def test_exact_mode_gives_the_bits_of_plain_decoding_under_the_same_split(
             assert each["shapes"]["model.layers.0.self_attn.q_proj.weight"] == [32, 64], "half of the heads"
             for counts in each["found"].values():
                 assert counts["outputs_that_differ"] == counts["logits_that_differ"] == 0, (name, counts)
-                assert counts["logits_compared"] == 3 * 16 and counts["steps"] < 3 * 16
+                assert counts["logits_compared"] == 3 * NUM_EXACT and counts["steps"] < 3 * NUM_EXACT
 
 
 def test_exact_mode_of_recurrent_layers_that_ranks_share(tmp_path: Path) -> None:
@@ -64,7 +67,7 @@ def test_exact_mode_of_recurrent_layers_that_ranks_share(tmp_path: Path) -> None
             assert "error" not in each, (name, each)
             for counts in each["found"].values():
                 assert counts["outputs_that_differ"] == counts["logits_that_differ"] == 0, (name, counts)
-                assert counts["logits_compared"] == 3 * 16, (name, counts)
+                assert counts["logits_compared"] == 3 * NUM_EXACT, (name, counts)
 
 
 def test_recurrent_layers_of_one_replica(tmp_path: Path) -> None:
@@ -90,14 +93,8 @@ def test_ranks_have_their_part_of_adapters_of_recurrent_layers(tmp_path: Path) -
         assert {key: each.get("token_ids", each) for key, each in report.items()} == expected, done.stderr[-2000:]
 
 
-def test_recurrent_layers_of_two_replicas(tmp_path: Path) -> None:
-    check_recurrent({name: CASES[name] for name in ("qwen3_5_text", "two groups")}, tmp_path, num_ranks=4)
-
-
 @pytest.mark.timeout(900)
-def test_one_replica_of_two_ranks_and_the_command(
-    models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_one_replica_of_two_ranks(models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path) -> None:
     cases = {
         f"{name}/{backend}": {"model": str(folders[name]), "backend": backend}
         for name, backend in [
@@ -110,16 +107,7 @@ def test_one_replica_of_two_ranks_and_the_command(
     cases["compiled"] = {"model": str(tmp_path / "compiled")}
     for backend in ("transformers", "deepspeed"):
         cases[f"load/{backend}"] = {"model": str(folders["large"]), "backend": backend}
-    prompts, config = tmp_path / "in.jsonl", tmp_path / "run.toml"
-    prompts.write_text('{"prompt": "def add(a, b):"}\n{"prompt": "x = [1, 2, 3]"}\n')
-    config.write_text("mesh = { lp = 1, tp = 2 }\nmax_new_tokens = 12\nmax_length = 256\n")
-    files = ["--prompts", str(prompts), "--output", str(tmp_path / "out.jsonl")]
-    commands = [
-        ["--config", str(config), *files, "--json"],
-        ["--config", str(config), "--prompt", "import os", "--temperature", "0.8", "--json"],
-        ["--tp", "2", "--model", str(folders["llama"]), "--kv-tokens", "2000000000"],
-    ]  # one that fails, as rank 1 waits for 10 s after it
-    done = launch(2, {"tp": 2, "cases": cases, "commands": commands}, tmp_path)
+    done = launch(2, {"tp": 2, "cases": cases}, tmp_path)
     assert done.returncode == 0, done.stderr
     reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
     check_compiled(compiled, reports)
@@ -135,7 +123,20 @@ def test_one_replica_of_two_ranks_and_the_command(
     assert reports[0]["one_kv_head/transformers"]["kv_heads"] == 1
     both = [torch.tensor(reports[0][f"qwen2/{backend}"]["logits"]) for backend in ("transformers", "deepspeed")]
     torch.testing.assert_close(*both, atol=1e-4, rtol=0)
-    # The command.
+
+
+def test_the_command_of_two_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
+    prompts, config = tmp_path / "in.jsonl", tmp_path / "run.toml"
+    prompts.write_text('{"prompt": "def add(a, b):"}\n{"prompt": "x = [1, 2, 3]"}\n')
+    config.write_text("mesh = { lp = 1, tp = 2 }\nmax_new_tokens = 12\nmax_length = 256\n")
+    files = ["--prompts", str(prompts), "--output", str(tmp_path / "out.jsonl")]
+    commands = [
+        ["--config", str(config), *files, "--json"],
+        ["--config", str(config), "--prompt", "import os", "--temperature", "0.8", "--json"],
+        ["--tp", "2", "--model", str(folders["llama"]), "--kv-tokens", "2000000000"],
+    ]  # one that fails, as rank 1 waits for 10 s after it
+    done = launch(2, {"tp": 2, "cases": {}, "commands": commands}, tmp_path)
+    assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert json.loads((tmp_path / f"out.codes{rank}").read_text()) == [0, 0, 2]
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -164,17 +165,29 @@ def test_exact_mode_of_two_processes_gives_the_bits_of_one(folders: dict[str, Pa
     for name in reports[0]:
         found = [report[name] for report in reports]
         assert [each["mesh"] for each in found] == [[2, 1]] * 2
-        assert all(each["same_ids"] and each["differ"] == 0 and each["steps"] < 3 * 16 for each in found), found
+        assert all(each["same_ids"] and each["differ"] == 0 and each["steps"] < 3 * NUM_EXACT for each in found), found
         chosen = [{tuple(key) for key in each["chosen_here"]} for each in found]
-        assert min(map(len, chosen)) > 5 and len(chosen[0] | chosen[1]) == 3 * 16, "both evaluate a part of the text"
+        assert min(map(len, chosen)) > 5 and len(chosen[0] | chosen[1]) == 3 * NUM_EXACT, (
+            "both evaluate a part of the text"
+        )
 
 
 @pytest.mark.timeout(900)
 def test_two_replicas_of_two_ranks_and_every_kind_of_layer(
     models: dict[str, PreTrainedModel], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    more = {"low_bit/t": ("low_bit", "transformers"), "opt/deepspeed": ("opt", "deepspeed")}
-    check_two_replicas(models, folders, tmp_path, more, tuple(TREES))
+    """Ids and states; tests/model/test_parallel.py has this mesh's faults."""
+    wholes = {each.name: tiny_family(each) for each in FAMILIES if each.name in TREES}
+    for name, whole in wholes.items():
+        whole.save_pretrained(tmp_path / name)
+    trees = {f"trees/{name}": {"model": str(tmp_path / name)} for name in wholes}
+    runs = {"low_bit/t": ("low_bit", "transformers"), "opt/deepspeed": ("opt", "deepspeed")}
+    done, reports = two_replicas(folders, tmp_path, runs, trees)
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_trees(wholes, [{name: report.pop(f"trees/{name}") for name in wholes} for report in reports])
+    for report in reports:
+        assert list(report) == list(runs)
+        check_exact(report, models, [2, 2])
 
 
 @pytest.mark.skipif(
@@ -228,15 +241,15 @@ def test_ranks_run_a_prediction_head_together(tmp_path: Path) -> None:
 
 
 def test_ranks_have_parts_of_a_low_bit_copy_with_recurrent_layers(tmp_path: Path) -> None:
+    """Of one family beside ranks that serve, of another in every replica."""
     cases, expected = {}, {}
-    for name in ("qwen3_5_text", "falcon_h1"):
+    for name, ranks in (("qwen3_5_text", "1"), ("falcon_h1", "0")):
         model = model_of(name)
         model.save_pretrained(tmp_path / name)
         how = {"model": str(tmp_path / name), "form": "int8", "fixed": "yes", "fault": ""}
-        cases |= {f"copies/{name}/{ranks}": {**how, "draft_ranks": ranks} for ranks in ("1", "0")}
+        cases[f"copies/{name}/{ranks}"] = {**how, "draft_ranks": ranks}
         engine = Engine.from_model(model, decode=DecodeConfig.autoregressive(max_batch_size=3))
-        ids = [each.token_ids for each in engine.generate(PROMPTS * 2, PARAMS)]
-        expected |= {f"copies/{name}/{ranks}": ids for ranks in ("1", "0")}
+        expected[f"copies/{name}/{ranks}"] = [each.token_ids for each in engine.generate(PROMPTS * 2, PARAMS)]
     done = launch(4, {"tp": 2, "cases": cases}, tmp_path)
     for rank in range(4):
         report = json.loads((tmp_path / f"out.{rank}").read_text())

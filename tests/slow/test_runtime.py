@@ -16,6 +16,7 @@ import pytest
 from tests.dist.test_runtime import VARIABLES
 from tests.fakes.models import tiny_model
 from tests.fakes.paths import ROOT
+from tests.fakes.quick_scripts import torchrun_path
 from tests.fakes.torchrun import (
     FORKED,
     JOB,
@@ -34,13 +35,12 @@ from tests.fakes.torchrun import (
 )
 
 
-def test_two_agents_on_loopback(prompts: Path, tmp_path: Path) -> None:
+def test_two_agents_on_loopback(prompts: Path, tmp_path: Path, torchrun_path: str) -> None:
     """launch/many_machines.sh as two machines would run it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    env = {**os.environ, "HEAD": f"localhost:{port}", "NNODES": "2", "NPROC": "1"}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env = {**os.environ, "HEAD": f"localhost:{port}", "NNODES": "2", "NPROC": "1", "PATH": torchrun_path}
     target = tmp_path / "out.jsonl"
     command = ["launch/many_machines.sh", "--prompts", str(prompts), "--output", str(target), *JOB]
     numbered = [env | {"NODE_RANK": number} for number in ("1", "0")]

@@ -85,8 +85,8 @@ def test_kernels_of_a_step(guard: None) -> None:
 
 
 def test_a_start_of_gemma2_compiles_three_forms() -> None:
-    """Two kinds of layers, and logits with a soft cap."""
-    assert start_compiled("gemma2") == (3, 3, 3)
+    """A sliding window, and logits with a soft cap."""
+    assert start_compiled("gemma2", 2, 16) == (3, 3, 3)
 
 
 def test_collectives_are_operators_of_the_one_graph(replica: TensorParallel, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_collectives_are_operators_of_the_one_graph(replica: TensorParallel, tmp
 
 def test_what_one_rank_cannot_compile_none_does(caplog: pytest.LogCaptureFixture) -> None:
     """Compiled and direct steps round otherwise, and the ranks of a replica hold the same hidden states."""
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     runner, like = TreeModel(model, attention="triton", shared=SharedWeights(worst=lambda found: 1)), KVCache(1, 32)
     runner.adapter.logits([Row(0, 0, [1, 2], [-1, 0], [0, 1], 1)], like)
     torch._dynamo.reset()
@@ -117,7 +117,7 @@ def test_what_one_rank_cannot_compile_none_does(caplog: pytest.LogCaptureFixture
 
 
 def test_another_engines_compiled_model_is_called_directly() -> None:
-    model, num_compiled = tiny_model(), 0
+    model, num_compiled = tiny_model(num_hidden_layers=1), 0
 
     def backend(graph: Any, inputs: Any) -> Any:
         nonlocal num_compiled
@@ -135,14 +135,14 @@ def test_another_engines_compiled_model_is_called_directly() -> None:
 
 
 def test_a_forward_that_breaks_is_called_directly(caplog: pytest.LogCaptureFixture) -> None:
-    runner, like = runner_of()
-    inner = runner.model.model.layers[1].mlp.forward
+    runner, like = runner_of(num_hidden_layers=1)
+    inner = runner.model.model.layers[0].mlp.forward
 
     def waiting(hidden: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return inner(hidden)
 
-    runner.model.model.layers[1].mlp.forward = waiting
+    runner.model.model.layers[0].mlp.forward = waiting
     runner.compile(backend="eager")
     with caplog.at_level(logging.WARNING):
         check_compiled(runner, like)

@@ -35,15 +35,15 @@ def model_of(name: str, **sizes: Any) -> Any:
     return tiny_model(replace(BY_NAME[name], config={**BY_NAME[name].config, **sizes}))
 
 
-def check(cases: dict[str, tuple[str, dict[str, Any], str]], tmp_path: Path, num_ranks: int = 2) -> None:
-    """Two ranks share each model; with four there are two replicas."""
+def check(cases: dict[str, tuple[str, dict[str, Any], str]], tmp_path: Path) -> None:
+    """Two ranks share each model."""
     wholes, job = {}, {}
     for key, (name, sizes, fault) in cases.items():
         wholes[key] = model_of(name, **sizes)
         wholes[key].save_pretrained(tmp_path / key)
         job[f"trees/{key}"] = {"model": str(tmp_path / key), "fault": fault}
-    done = launch(num_ranks, {"tp": 2, "cases": job}, tmp_path)
-    reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(num_ranks)]
+    done = launch(2, {"tp": 2, "cases": job}, tmp_path)
+    reports = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
     for key, (name, _, fault) in cases.items():
         engine = Engine.from_model(wholes[key], decode=DecodeConfig.autoregressive(max_batch_size=3))
         expected = [each.token_ids for each in engine.generate(PROMPTS * 2, PARAMS)]
@@ -55,8 +55,8 @@ def check(cases: dict[str, tuple[str, dict[str, Any], str]], tmp_path: Path, num
             assert (found["state_bytes"] == facts.state_bytes(4, 2) < 0.6 * halved) == (fault != "whole"), key
             if not fault:
                 assert found["steps"] < sum(map(len, expected)), "drafts were accepted"
-                assert found["same_again"] and (found["hits"] or num_ranks > 2), "from snapshots"
-                assert found["crowded_ids"] == [expected[2]] * 3 and (found["preemptions"] or num_ranks > 2)
+                assert found["same_again"] and found["hits"], "from snapshots"
+                assert found["crowded_ids"] == [expected[2]] * 3 and found["preemptions"]
                 assert found["token_bytes"] == kv_token_bytes(facts, 2, 4)
         held = [report[f"trees/{key}"]["weight_bytes"] for report in reports]
         assert (max(held) == weight_bytes(facts, 2, 4)) == (fault != "whole"), (key, held)
