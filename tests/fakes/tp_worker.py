@@ -357,13 +357,7 @@ def imports_of(job: dict[str, dict[str, dict[str, str]]]) -> set[str]:
 
 def main() -> int:
     prepare.self_check = known_check  # once for each kind of model; those with faults in them are checked each time
-    for each in (
-        "ENOUGH",
-        "PATIENCE",
-        "LONGER",
-        "AGREE",
-    ):  # of step times, as in tests/conftest.py
-        setattr(sizing, each, 0.0)
+    sizing.ENOUGH = sizing.PATIENCE = sizing.LONGER = sizing.AGREE = 0.0  # as in tests/conftest.py
     job = json.loads(Path(sys.argv[1]).read_text())
     world = World.from_environment()
     report = Path(job["output"]).with_suffix(f".{world.rank}")
