@@ -145,6 +145,7 @@ PARAMS = [
     SamplingParams(max_new_tokens=14 + 7 * i, temperature=0.8 * (i % 2), top_k=20 * (i % 3), seed=i) for i in range(6)
 ]
 PLAIN = DecodeConfig.autoregressive(max_batch_size=4, max_length=128, kv_tokens=512, prefill_chunk=64)
+TREES = replace(PLAIN, window_size=3, trie_nodes=8, num_candidates=4)
 
 
 @pytest.fixture(scope="module")
@@ -425,11 +426,12 @@ class Interrupting(StepHooks):
 
 
 @pytest.mark.slow
-def test_an_interrupt(on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
+@pytest.mark.parametrize("decode", [PLAIN, TREES])
+def test_an_interrupt(on_gpu: Callable[..., Engine], expected: list[list[int]], decode: DecodeConfig) -> None:
     """Between a launch and its reading no state has changed, and the step is taken again."""
-    engine = on_gpu()
+    engine = on_gpu(decode)
     warm(engine)
-    for place, after in product(("draft", "forward", "gather", "commit", "while_busy"), (6, 7)):
+    for place, after in product(("draft", "forward", "gather", "commit", "while_busy"), (5, 6)):
         engine.hooks = Interrupting(place, after)
         asked = [engine.submit(prompt, params) for prompt, params in zip(MANY, PARAMS, strict=True)]
         with pytest.raises(KeyboardInterrupt):
@@ -444,8 +446,9 @@ def test_an_interrupt(on_gpu: Callable[..., Engine], expected: list[list[int]]) 
 
 
 @pytest.mark.slow
-def test_interrupts_at_any_line(on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
-    dice, engine = random.Random(3), on_gpu()
+@pytest.mark.parametrize("decode", [PLAIN, TREES])
+def test_interrupts_at_any_line(on_gpu: Callable[..., Engine], expected: list[list[int]], decode: DecodeConfig) -> None:
+    dice, engine = random.Random(3), on_gpu(decode)
     warm(engine)
     with interrupted_at(-1) as counted:
         ids(engine)
@@ -575,8 +578,6 @@ def test_a_rank_that_others_may_join(gpu: PretendGpu, on_gpu: Callable[..., Engi
 
 
 # Steps that begin in the call before.
-
-TREES = replace(PLAIN, window_size=3, trie_nodes=8, num_candidates=4)
 
 
 def early_steps(patch: pytest.MonkeyPatch) -> list[bool]:
@@ -759,31 +760,6 @@ def test_no_step_concludes_for_a_request_that_is_gone(
         while not engine.is_idle:
             engine.step()
         assert second.token_ids == expected[5] and first.token_ids == expected[3][: first.num_output]
-
-
-@pytest.mark.slow
-def test_an_interrupt_of_steps_that_are_begun(on_gpu: Callable[..., Engine], expected: list[list[int]]) -> None:
-    engine = on_gpu(TREES)
-    warm(engine)
-    for place, after in product(("draft", "forward", "gather", "commit", "while_busy"), (4, 5, 6)):
-        engine.hooks = Interrupting(place, after)
-        asked = [engine.submit(prompt, params) for prompt, params in zip(MANY, PARAMS, strict=True)]
-        with pytest.raises(KeyboardInterrupt):
-            while not engine.is_idle:
-                engine.step()
-        while not engine.is_idle:
-            engine.step()
-        for request, whole in zip(asked, expected, strict=True):
-            assert request.finish_reason == "length" or place == "commit"
-            assert request.token_ids == (whole if request.finish_reason == "length" else whole[: request.num_output])
-    engine.hooks = StepHooks()
-    dice = random.Random(5)
-    with interrupted_at(-1) as counted:
-        ids(engine)
-    for _ in range(5):
-        with interrupted_at(dice.randrange(-counted.number)) as countdown, contextlib.suppress(KeyboardInterrupt):
-            ids(engine)
-        assert ids(engine) == expected, countdown.where
 
 
 @pytest.mark.slow
